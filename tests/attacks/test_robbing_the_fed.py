@@ -72,7 +72,7 @@ def test_intervals_of_the_sparse_form_tile() -> None:
     model: Any = attack.prepare(net(), SHAPE)
     x = pictures(torch.linspace(0.02, 0.98, 200).tolist())
     measured = model.imprint.measure(x.flatten(1))
-    inside = (measured > 0) & (measured < attack._gain)
+    inside = (measured > 0) & (measured < model.imprint.gain)
     assert bool((inside.sum(1) == 1).all())
 
 

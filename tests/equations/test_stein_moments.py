@@ -120,7 +120,7 @@ def test_moments_inside_an_exact_span_separate(activation) -> None:
     truth = sphere(3, 40, 4)
     gradient, weight, loadings = layer_gradient(truth, 14_000, activation, 5)
     span = torch.linalg.qr(truth.T)[0].T
-    matrices, back = moment_matrices(gradient, weight, loadings, span, activation_class(activation))
+    matrices, back = moment_matrices(gradient @ span.T, weight @ span.T, loadings, activation_class(activation))
     vectors, _ = diagonalising_vectors(matrices, torch.Generator().manual_seed(0))
     assert feature_cosines(truth, vectors @ back @ span).min() > 0.98
 

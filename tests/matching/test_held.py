@@ -113,7 +113,7 @@ def test_layers_that_read_the_input_are_left_out_unless_asked_for() -> None:
     matching = Case().matching()
     names = {id(value): name for name, value in matching.model.named_parameters()}
     for weighting in WEIGHTINGS:
-        terms = [names[id(term.parameter)] for term in matching._terms(weighting)]
+        terms = [names[id(weight)] for weight, _, _ in matching._terms(weighting)]
         assert terms == ["4.weight", "2.weight", *(["0.weight"] if weighting.first else [])]
     assert WHOLE.first
 
@@ -125,11 +125,11 @@ def test_rows_of_rounding_are_left_out() -> None:
     gradients["4.weight"][2] *= 1e-7
     gradients["2.weight"] = torch.zeros_like(gradients["2.weight"])
     for weighting in WEIGHTINGS:
-        top, *others = case.matching(gradients=gradients)._terms(weighting)
-        assert top.scale.flatten()[2] == 0
-        assert bool((top.scale.flatten()[[0, 1, 3, 4, 5]] > 0).all())
+        (_, target, scale), *others = case.matching(gradients=gradients)._terms(weighting)
+        assert scale.flatten()[2] == 0
+        assert bool((scale.flatten()[[0, 1, 3, 4, 5]] > 0).all())
         assert len(others) == weighting.first, "a gradient of zeros is no term"
-        assert float((top.target.abs() * top.scale).sum()) == pytest.approx(weighting.layers(2 + weighting.first)[0])
+        assert float((target.abs() * scale).sum()) == pytest.approx(weighting.layers(2 + weighting.first)[0])
 
 
 def test_levelled_rows_count_by_the_root_of_their_size() -> None:

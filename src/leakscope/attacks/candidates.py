@@ -111,15 +111,6 @@ def rougher(pictures: Tensor, others: Tensor) -> float:
     return own / other if other else math.inf
 
 
-def fair_ratio(equations: int, unknowns: int) -> float:
-    """Return what least squares leave of noise, relative to what the true inputs leave of it; root mean squares.
-
-    >>> round(fair_ratio(8308, 256), 4), fair_ratio(100, 400)
-    (0.9845, 0.0)
-    """
-    return math.sqrt(max(0.0, 1 - unknowns / equations))
-
-
 def certify(
     observation: Observation,
     inputs: Tensor,

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from leakscope.attacks.candidates import certify
-from leakscope.attacks.gradient_matching import as_gradient, find_targets, several_steps
+from leakscope.attacks.gradient_matching import as_gradient, find_readings, several_steps
 from leakscope.contracts.attack import Attack, Progress
 from leakscope.contracts.certificate import EXPLAINED, Certificate
 from leakscope.contracts.channel import Channel
@@ -81,12 +81,12 @@ class GaussNewton(Attack):
         wide = observation.to(dtype=torch.float64)
         levels = self._noise_levels(wide)
         held = self._output_gradient(wide) if self.hold_output_gradient and levels is None else None
-        targets, flags, notes, method = find_targets(wide, generator)
-        if targets is None:
-            if held is None:
-                raise NotApplicable("the labels are not known and cannot be read off the update; grant or give them")
-            # The held output gradient stands for the loss, so any label will do.
-            targets = torch.zeros(1, dtype=torch.int64, device=wide.device)
+        readings, flags, notes = find_readings(wide, generator)
+        if not readings and held is None:
+            raise NotApplicable("the labels are not known and cannot be read off the update; grant or give them")
+        # Where the held output gradient stands for the loss, any label will do.
+        targets = readings[0].labels if readings else torch.zeros(1, dtype=torch.int64, device=wide.device)
+        method = readings[0].method if readings else "joint"
         # In units of its noise every entry counts as much as it tells.
         mapping = dataclasses.replace(GradientMap.of(wide, targets, output_gradient=held), scales=levels)
         observed = mapping.joined(as_gradient(wide))
@@ -154,7 +154,9 @@ class GaussNewton(Attack):
             start = torch.rand(mapping.unknowns, generator=generator, dtype=torch.float64).to(observed)
             fit = search.run(mapping, observed, start, prior=prior, progress=progress)
             fits.append(fit)
-            if _explains(fit, observed, enough, noisy):
+            # In units of the noise, of as many draws as there are entries, the norm is within a few per cent of this.
+            most = 1.2 * math.sqrt(len(observed)) if noisy else enough * float(observed.norm())
+            if (fit.at_rest or not noisy) and float(fit.residual.norm()) <= most:
                 return fits, bool(observed.any())
             for other in fits[:-1]:
                 # What is left is then noise, or a defence's doing, and no fault of the search.
@@ -179,11 +181,3 @@ class GaussNewton(Attack):
         except ValueError:
             return None
         return as_gradient(observation).get(head.bias_name) if head.bias_name is not None and head.last else None
-
-
-def _explains(fit: Fit, observed: Tensor, enough: float, noisy: bool) -> bool:
-    residual = float(fit.residual.norm())
-    if not noisy:
-        return residual <= enough * float(observed.norm())
-    # In units of the noise, of as many draws as there are entries, the norm is within a few per cent of this.
-    return fit.at_rest and residual <= 1.2 * math.sqrt(len(observed))

@@ -23,15 +23,14 @@ from leakscope.matching import Match, Matcher, Prior, UnrolledSteps, Victim
 from leakscope.matching.loop import ASSUMED_FLOPS_PER_SECOND, WORTH_COMPILING_SECONDS
 from leakscope.matching.orders import Order, candidate_orders, least_orders
 from leakscope.matching.recipe import client_steps, reliable_update, replay_recipe, several_steps
+from leakscope.matching.unexplained import MOST_REPLAYS
 from leakscope.matching.victim import forward_flops
 
-#: Labels, None where they are searched along; flags; notes; and how the labels were found.
-Targets = tuple[Tensor | None, tuple[str, ...], tuple[str, ...], str]
 LabelChoice = Literal["recover", "joint"]
 #: Where most published code begins.
 NORMAL_START: dict[str, Any] = {"start": "normal", "space": "model"}
 #: Pairs of labels and visiting order that a short search tries. All orders are tried where there are so few.
-MOST_TRIALS = 32
+MOST_TRIALS = MOST_REPLAYS
 #: The best trials are tried again with as many times the steps; of too many orders one in so many trials is drawn.
 FINALISTS = 4
 #: Steps of a search in known noise that drowns the update: enough to show what it makes of noise; a longer one fits it.
@@ -149,7 +148,8 @@ class GradientMatching(Attack):
         if complete:
             return found, f"{len(found)} visiting orders exist"
         exist = least_orders(labels, batch_size, epochs)
-        return found[: MOST_TRIALS // FINALISTS], f"{_rounded(exist)} visiting orders or more exist"
+        words = f"{exist:,}" if exist < 10**6 else f"10^{len(str(exist)) - 1}"
+        return found[: MOST_TRIALS // FINALISTS], f"{words} visiting orders or more exist"
 
     def _with_orders(
         self, observation: Observation, trials: list[_Trial], generator: torch.Generator
@@ -217,14 +217,6 @@ def find_readings(
     return readings, () if readings[0].exact else ("labels uncertain",), readings[0].notes
 
 
-def find_targets(observation: Observation, generator: torch.Generator) -> Targets:
-    """Known or likeliest labels (None where they cannot be read), flags, notes, and how they were found."""
-    readings, flags, notes = find_readings(observation, generator)
-    if not readings:
-        return None, flags, notes, "joint"
-    return readings[0].labels, flags, notes, readings[0].method
-
-
 @dataclass(frozen=True, eq=False)
 class _Trial:
     """Labels and a visiting order to try; None where they are searched along, or known."""
@@ -248,10 +240,6 @@ def _told_apart(labels: Tensor | None, examples: int) -> list[int]:
     if labels is None:
         return [0] * examples
     return labels.tolist() if labels.dim() == 1 and not labels.is_floating_point() else list(range(examples))
-
-
-def _rounded(count: int) -> str:
-    return f"{count:,}" if count < 10**6 else f"10^{len(str(count)) - 1}"
 
 
 def _rounds(matcher: Matcher, trials: int) -> list[tuple[int, Matcher]]:

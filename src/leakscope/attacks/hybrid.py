@@ -50,6 +50,7 @@ from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
 from leakscope.equations.constraints import signal_at_input, stage_system
+from leakscope.equations.head_system import EXACT_FEATURES
 from leakscope.equations.linear_system import MAX_RANKED, Array, LinearSystem
 from leakscope.matching import Adam, Cosine, Ramp, RelativeSquaredL2, total_variation
 from leakscope.matching.optimisers import Schedule
@@ -58,8 +59,6 @@ from leakscope.matching.search import search
 from leakscope.network.chain import Chain, Stage
 
 Weights = tuple[float, float, float]
-#: Equations that are met to this share count as free of errors.
-_EXACT = 1e-3
 
 _PAPER: dict[str, Any] = {
     "iterations": (10_000, 8000, 1000),
@@ -137,13 +136,14 @@ class _HybridSolver(Solver):
         trusted = self.settings.trust and (own or not walk.layers or walk.layers[0]["trusted"])
         spectrum = system.spectrum_up_to(MAX_RANKED)
         rank = None if spectrum is None else spectrum.rank
-        determined = trusted and rank == system.unknowns and residual <= _EXACT
+        met = residual <= EXACT_FEATURES  # free of errors
+        determined = trusted and rank == system.unknowns and met
         row: dict[str, Any] = {"layer": stage.name, "rows": system.rows, "rank": rank, "unknowns": system.unknowns}
         row |= {"residual": residual, "trusted": determined, "steps": 0, "objective": None}
         x, worst = solution.x, max(walk.residual, residual)
         # A first linear layer says everything of its input by its own gradient, so nothing is left to search.
         if not determined and system.diagonal is None:
-            number, alone = self.chain.stages.index(stage), trusted and residual <= _EXACT
+            number, alone = self.chain.stages.index(stage), trusted and met
             search = _Search(
                 self.chain, number, system, walk.start, self.update, self.settings, self._projection(number), alone
             )
@@ -235,7 +235,9 @@ class _Search:
         # One evaluation more than steps: where the last step led counts too.
         result = search(evaluate, first, adam, project=project, iterations=steps, evaluations=steps + 1)
         best = point(result.points[0])
-        return best.numpy(), (float(result.curves[0]), float(result.judged)), self._mismatch(best)
+        candidate = self._candidate(best.reshape(self.shape))
+        left = float(RelativeSquaredL2()({name: self.update[name] for name in candidate}, candidate))
+        return best.numpy(), (float(result.curves[0]), float(result.judged)), math.sqrt(left)
 
     def _objective(self) -> Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]:
         """The objective with TV as it counts at a step, as it counts in the end, and the gradient of the first."""
@@ -283,10 +285,6 @@ class _Search:
             return len(candidate) * Cosine(per="tensor")({name: self.update[name] for name in candidate}, candidate)
         each = [RelativeSquaredL2()({name: self.update[name]}, {name: value}) for name, value in candidate.items()]
         return torch.stack(each).sum()
-
-    def _mismatch(self, x: Tensor) -> float:
-        candidate = self._candidate(x.reshape(self.shape))
-        return math.sqrt(float(RelativeSquaredL2()({name: self.update[name] for name in candidate}, candidate)))
 
 
 def _null_space(system: LinearSystem) -> Callable[[Tensor], Tensor]:

@@ -5,6 +5,7 @@ search looks for the parts themselves, so that its prior is one of pictures and 
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -130,8 +131,7 @@ def _of_parts(mixtures: tuple[Certificate | None, ...], growth: float, count: in
     proofs = [one for one in mixtures if one is not None]
     if not proofs or len(proofs) < len(mixtures):
         return ()
+    counts = [math.inf if one.free_directions is None else one.free_directions for one in proofs]
+    free = None if math.inf in counts else int(max(counts))
     worst = max(proofs, key=lambda one: one.residual)
-    counts = [one.free_directions for one in proofs]
-    free = None if None in counts else max(count for count in counts if count is not None)
-    part = dataclasses.replace(worst, residual=growth * worst.residual, free_directions=free)
-    return (part,) * count
+    return (dataclasses.replace(worst, residual=growth * worst.residual, free_directions=free),) * count

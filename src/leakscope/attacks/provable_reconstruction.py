@@ -24,11 +24,8 @@ from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
 from leakscope.equations.feature_separation import RecoveredFeatures
-from leakscope.equations.features import recover_features
+from leakscope.equations.features import CERTAIN, recover_features
 from leakscope.network.layers import structure
-
-#: The share of the gradient's size that inputs may leave unexplained and still count as told apart.
-TOLD_APART = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +65,8 @@ class ProvableReconstruction(Attack):
             notes = (*notes, "grey pictures stand for examples that left nothing in the gradient")
         # What the inputs leave of the gradient's rows; what their span leaves of it where slopes do not say.
         gap = max(found.residual, 0.0 if found.quality is None else max(0.0, 1 - found.quality) ** 0.5)
-        flags = ("ill-conditioned",) if gap > TOLD_APART else ()
-        if count > 1 and (not found.separated or len(found.span) < count or found.quality is None or gap > TOLD_APART):
+        flags = ("ill-conditioned",) if gap > CERTAIN else ()
+        if count > 1 and (not found.separated or len(found.span) < count or found.quality is None or gap > CERTAIN):
             flags = (*flags, "mixture")
         if progress is not None:
             progress(1, 1, gap)

@@ -39,10 +39,9 @@ from leakscope.equations.constraints import ResidualSystem, operation_offset, si
 from leakscope.equations.last_layer import LastSignal, logistic_signals, softmax_signals
 from leakscope.equations.linear_system import MAX_RANKED, Array, LinearSystem, Solution
 from leakscope.labels import mean_gradient_scale
+from leakscope.matching.determinacy import ACCURATE
 from leakscope.network.chain import BATCH_NORMS, Chain, Operation, ResidualStage, Stage, read_chain
 
-#: The error of a certified input, in units of the range: 80 dB.
-ACCURATE = 1e-4
 CLIP = "Largest size of a tanh output that is inverted; None: what the update's precision can tell from 1."
 
 
@@ -117,7 +116,7 @@ class Solver:
     def _solve_block(self, walk: Walk, block: ResidualStage, outputs: Array, signal: Array) -> Walk:
         systems = ResidualSystem(block=block, outputs=outputs, output_gradient=signal, update=self.update)
         first = systems.first.solve()
-        hidden = systems.hidden(first.x)
+        hidden = first.x[block.unknowns :]
         inside = {
             "layer": f"{block.name} (inner)",
             "rows": systems.first.rows,
@@ -126,7 +125,8 @@ class Solver:
             "condition": 1.0,  # that of the block's own system counts
             "residual": max(first.residual, self.misfit(block.outer, signal, hidden)),
         }
-        received, inner_signal = self._behind(block.inner, block.inner, hidden, systems.signal_at_hidden)
+        at_hidden = signal_at_input(block.outer, signal)
+        received, inner_signal = self._behind(block.inner, block.inner, hidden, at_hidden)
         system = systems.second(hidden, received, inner_signal)
         solution = system.solve()
         misfits = [self.misfit(block.inner, inner_signal, solution.x)]
@@ -275,6 +275,16 @@ def reconstruction(observation: Observation, walk: Walk, notes: tuple[str, ...])
     labels = observation.labels
     if labels is None and examples == 1:
         labels = torch.tensor([walk.label], device=observation.device)
+    open_ones = [None if row["rank"] is None else int(row["unknowns"] - row["rank"]) for row in walk.layers]
+    free = None if None in open_ones else sum(filter(None, open_ones))
+    condition = max(math.inf if row.get("condition") is None else float(row["condition"]) for row in walk.layers)
+    diagnosis = None
+    if free == 0 and unique and walk.residual * condition <= RECOVERED:
+        reason = f"the equations of every layer have full rank and are met to {walk.residual:.1g}"
+        facts: dict[str, Any] = {"unknowns": len(x), "residual": walk.residual, "hidden": 0}
+        diagnosis = Diagnosis(outcome="recovered", reason=reason, **facts)
+    if free == 0 and not walk.residual * condition <= ACCURATE:
+        free = None  # errors would grow too far
     return Reconstruction(
         inputs=x.reshape(1, *observation.input_shape).repeat_interleave(examples, dim=0),
         labels=labels,
@@ -282,34 +292,14 @@ def reconstruction(observation: Observation, walk: Walk, notes: tuple[str, ...])
         flags=tuple(flags),
         notes=notes,
         info={"steps": len(walk.layers), "restarts": 1, "compiled": False, "layers": list(walk.layers)},
-        diagnosis=_diagnosis(walk, len(x)) if unique else None,
+        diagnosis=diagnosis,
         certificates=certify(
             *(observation, x.reshape(1, *observation.input_shape), labels),
-            *(walk.residual, (_free_directions(walk),), "layer by layer"),
+            *(walk.residual, (free,), "layer by layer"),
         )
         if unique
         else (),
     )
-
-
-def _free_directions(walk: Walk) -> int | None:
-    """Count free directions by the ranks of the layers; None where errors would grow too far."""
-    if any(row["rank"] is None for row in walk.layers):
-        return None
-    free = sum(row["unknowns"] - row["rank"] for row in walk.layers)
-    return None if free == 0 and not walk.residual * _condition(walk) <= ACCURATE else int(free)
-
-
-def _condition(walk: Walk) -> float:
-    return max(math.inf if row.get("condition") is None else float(row["condition"]) for row in walk.layers)
-
-
-def _diagnosis(walk: Walk, unknowns: int) -> Diagnosis | None:
-    full = all(row["rank"] == row["unknowns"] for row in walk.layers)
-    if not full or not walk.residual * _condition(walk) <= RECOVERED:
-        return None
-    reason = f"the equations of every layer have full rank and are met to {walk.residual:.1g}"
-    return Diagnosis(outcome="recovered", reason=reason, unknowns=unknowns, residual=walk.residual, hidden=0)
 
 
 def _weight(layer: Operation) -> Array:

@@ -61,7 +61,8 @@ FeatureSource = Literal["auto", "head", "recovered", "none"]
 FeatureChoice = Literal["auto", "direction", "span"]
 #: How features are recovered from what was seen, with draws.
 Source = Callable[[Observation, torch.Generator], "KnownFeatures"]
-PIXEL_STEP, DRAWING_STEP = 0.1, 0.005
+PIXEL_STEP = 0.1
+DRAWING_STEP = PIXEL_STEP / 20
 #: Up to so many examples features are matched one by one; beyond, their order is too uncertain.
 ONE_BY_ONE = 8
 

@@ -290,13 +290,6 @@ class ResidualSystem:
         alone = LinearSystem(self.first.matrix[:, :inputs], self.first.target, self.first.blocks)
         return whole.rank - alone.rank
 
-    def hidden(self, solution: Array) -> Array:
-        return solution[self.block.unknowns :]
-
-    @cached_property
-    def signal_at_hidden(self) -> Array:
-        return signal_at_input(self.block.outer, self.output_gradient)
-
     def second(self, hidden: Array, received: Array, inner_signal: Array) -> LinearSystem:
         """Return step 2, for the block's input; ``received`` is z1 and ``inner_signal`` the loss's derivative by it."""
         short, outer = self._shortcut, self._outer

@@ -32,7 +32,7 @@ NEAR, SETTLED = 0.8, 0.995
 #: Mean shares of obeyed equations that differ by less are alike.
 TIE = 0.02
 #: Differences of float32 weights are rounded more coarsely; what is above this is noise and no rounding.
-MOST_ROUNDING = 1e-3
+MOST_ROUNDING = 100 * EXACT
 #: So many equations beyond the unknowns must be obeyed: as many as unknowns always are.
 SPARE = 8
 
@@ -86,7 +86,6 @@ def separate(
     jacobian: Jacobian,
     *,
     rescale: Callable[[Tensor], Tensor] = positive_peak,
-    rounds: int = MOST_STEPS,
 ) -> Separated:
     """Solve for a dense layer's inputs near ``inputs`` (n, d); without a bias gradient ``rescale`` scales them.
 
@@ -102,17 +101,21 @@ def separate(
     """
     observed = gradient.detach().double().cpu()
     sums = None if bias_gradient is None else bias_gradient.detach().double().cpu()
-    problem = _Problem.of(observed, sums, len(inputs), rescale)
+    problem = _Problem(observed, sums, len(inputs), rescale)
     mixing = problem.columns(inputs.double().cpu() @ problem.basis.T)
     best = problem.result(mixing, torch.zeros(len(inputs), dtype=torch.float64), jacobian, 0)
     obeyed = best.obeyed
     hopeless = problem.outside > REFUSED or int(problem.live.sum()) < len(inputs) + SPARE
-    for number in range(1, 1 if hopeless else rounds + 1):
+    for number in range(1, 1 if hopeless else MOST_STEPS + 1):
         found, share = mixing.clone(), obeyed.clone()
         open_ones = torch.nonzero(obeyed < SETTLED).flatten()
         derivatives = jacobian((problem.rows(mixing) @ problem.basis)[open_ones])
         found[open_ones], share[open_ones] = problem.nearest(derivatives, mixing, open_ones)
-        better = _first_of_its_kind(found, mixing) & torch.isfinite(found).all(1)
+        # Of solutions that are the same, the one that moved least is kept.
+        unit, before = (torch.nn.functional.normalize(rows, dim=1) for rows in (found, mixing))
+        movement = 1 - (unit * before).sum(1).abs()
+        same = (unit @ unit.T).abs() > 1 - OBEYED
+        better = ~(same & (movement[None] < movement[:, None])).any(1) & torch.isfinite(found).all(1)
         lost = not bool((share > 0).any())
         if not lost:  # else Jacobians are off everywhere, as where units behind the layer are guessed wrongly
             better = better & (share > 0) & (share >= obeyed.clamp_max(NEAR))
@@ -128,30 +131,20 @@ def separate(
     return best
 
 
-@dataclass(frozen=True, eq=False)
 class _Problem:
     """The equations of all examples; solutions q_i are held as rows in the coordinates ``to_white`` @ q_i."""
 
-    observed: Tensor
-    sums: Tensor | None
-    basis: Tensor
-    white: Tensor  # (units, n): A = white @ to_white, with orthonormal columns
-    to_white: Tensor
-    live: Tensor
-    outside: float
-    noise: float
-    rescale: Callable[[Tensor], Tensor]
-
-    @staticmethod
-    def of(observed: Tensor, sums: Tensor | None, count: int, rescale: Callable[[Tensor], Tensor]) -> _Problem:
-        basis, _, residual = row_space(observed, count)
-        white, sizes, turn = torch.linalg.svd(observed @ basis.T, full_matrices=False)
+    def __init__(self, observed: Tensor, sums: Tensor | None, count: int, rescale: Callable[[Tensor], Tensor]) -> None:
+        self.observed, self.sums, self.rescale = observed, sums, rescale
+        self.basis, _, self.outside = row_space(observed, count)
+        # (units, n): A = white @ to_white, with orthonormal columns
+        self.white, sizes, turn = torch.linalg.svd(observed @ self.basis.T, full_matrices=False)
+        self.to_white = sizes[:, None] * turn
         lengths = observed.norm(dim=1)
         units, width = observed.shape
         # What is left outside of the rows is noise, the same in every entry; inside there is as much an entry.
-        noise = residual * float(observed.norm()) / max(1.0, ((units - count) * (width - count)) ** 0.5)
-        live = lengths > max(ROUNDING * float(lengths.max()), 3 * noise * width**0.5)
-        return _Problem(observed, sums, basis, white, sizes[:, None] * turn, live, residual, noise, rescale)
+        self.noise = self.outside * float(observed.norm()) / max(1.0, ((units - count) * (width - count)) ** 0.5)
+        self.live = lengths > max(ROUNDING * float(lengths.max()), 3 * self.noise * width**0.5)
 
     def columns(self, rows: Tensor) -> Tensor:
         return (self.to_white @ torch.linalg.pinv(rows)).T
@@ -178,7 +171,10 @@ class _Problem:
     def solve(self, jacobian: Tensor, mixing: Tensor, examples: Tensor, *, inactive: bool) -> tuple[Tensor, Tensor]:
         lengths = self.white[self.live].norm(dim=1, keepdim=True)
         white = (self.white[self.live] / lengths).expand(len(examples), -1, -1)
-        own = jacobian[:, :, :0] if inactive else _orthonormal(jacobian / lengths)
+        own = jacobian[:, :, :0]
+        if not inactive:
+            left, sizes, _ = torch.linalg.svd(jacobian / lengths, full_matrices=False)
+            own = left * (sizes > 1e-6 * sizes[:, :1])[:, None, :]
         silent = (jacobian == 0).all(2).double()
         usable = silent if inactive else torch.ones_like(silent)
         equations = torch.cat([white, -own], dim=2)
@@ -186,21 +182,14 @@ class _Problem:
         fixed = torch.linalg.pinv(mixing).T[examples]
         fixed = torch.cat([fixed, fixed.new_zeros(len(examples), own.shape[2])], dim=1)
         solution, gaps = _least_absolute(equations, usable, fixed)
-        return self._judged(equations, usable, solution, gaps, fixed, lengths)
-
-    def _judged(
-        self, equations: Tensor, usable: Tensor, solution: Tensor, gaps: Tensor, fixed: Tensor, lengths: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        count = len(self.basis)
-        allowed = self._allowed(equations, solution, lengths)
-        within = (gaps <= allowed) & (usable > 0)
+        within = (gaps <= self._allowed(equations, solution, lengths)) & (usable > 0)
         enough = within.sum(1) >= equations.shape[2] + SPARE
         final = _solved(equations, within.double(), fixed)
         gaps = torch.einsum("nup,np->nu", equations, final).abs()
         still = ((gaps <= self._allowed(equations, final, lengths)) & (usable > 0)).sum(1) >= within.sum(1)
         solution = torch.where((enough & still)[:, None], final, solution)
         share = within.double().sum(1) / usable.sum(1).clamp_min(1)
-        return solution[:, :count], torch.where(enough, share, 0.0)
+        return solution[:, : len(self.basis)], torch.where(enough, share, 0.0)
 
     def _allowed(self, equations: Tensor, solution: Tensor, lengths: Tensor) -> Tensor:
         count = len(self.basis)
@@ -225,13 +214,6 @@ class _Problem:
         return Separated(inputs, explained, back[:, :, 0], obeyed, residual, self.outside, spare, rounds)
 
 
-def _first_of_its_kind(found: Tensor, before: Tensor) -> Tensor:
-    found, before = (torch.nn.functional.normalize(rows, dim=1) for rows in (found, before))
-    movement = 1 - (found * before).sum(1).abs()
-    same = (found @ found.T).abs() > 1 - OBEYED
-    return ~(same & (movement[None] < movement[:, None])).any(1)
-
-
 def _least_absolute(equations: Tensor, usable: Tensor, fixed: Tensor) -> tuple[Tensor, Tensor]:
     """The solution of least absolute gaps with <fixed, solution> = 1, for each example, and its gaps."""
     weights, solution, gaps = usable, fixed, usable
@@ -252,9 +234,3 @@ def _solved(equations: Tensor, weights: Tensor, fixed: Tensor) -> Tensor:
     normal = normal + ridge[:, None, None] * torch.eye(normal.shape[1], dtype=normal.dtype)
     solution = torch.linalg.solve(normal, fixed[:, :, None])[:, :, 0]
     return solution / (solution * fixed).sum(1, keepdim=True)
-
-
-def _orthonormal(jacobian: Tensor) -> Tensor:
-    left, sizes, _ = torch.linalg.svd(jacobian, full_matrices=False)
-    kept = sizes > 1e-6 * sizes[:, :1]
-    return left * kept[:, None, :]

@@ -18,7 +18,7 @@ from leakscope.contracts.observation import Observation
 from leakscope.contracts.task import Classification
 from leakscope.equations.dense import TOLERANCE, peel_dense
 from leakscope.equations.head import complete_head, solve_head
-from leakscope.equations.head_system import HeadProblem, HeadSolution
+from leakscope.equations.head_system import REFUSED, HeadProblem, HeadSolution
 from leakscope.equations.mixtures import solve_mixed_head
 from leakscope.labels import counts_to_labels, label_candidates, mean_gradient_scale
 from leakscope.labels.counts import dummy_inputs
@@ -27,7 +27,7 @@ from leakscope.network.layers import Head, find_head
 from leakscope.network.recorder import probe
 
 #: Of a noisy update, the largest gap between a dense layer's outputs and those that its inputs give.
-LOOSEST = 0.03
+LOOSEST = 0.3 * REFUSED
 #: Inputs below this share of an example's largest, or so many times their expected error, are those that a network
 #: dropped, or of silent units.
 SILENT, SILENT_ERRORS = EXPLAINED, 4.0
@@ -271,13 +271,15 @@ def _problem(observation: Observation, head: Head, scale: float | None) -> HeadP
     update, examples = observation.message.update, observation.num_examples or 1
     module = observation.model.get_submodule(head.module_name)
     assert isinstance(module, nn.Linear)
+    dummies = dummy_inputs(observation.inputs, torch.Generator().manual_seed(0), count=64).to(module.weight)
+    record = probe(observation.model, dummies, lambda name, _: name == head.module_name)
     return HeadProblem(
         module.weight,
         module.bias,
         update[head.weight_name],
         None if head.bias_name is None else update.get(head.bias_name),
         examples=examples,
-        nonnegative=_is_nonnegative(observation, head),
+        nonnegative=bool((record.of(head.module_name)[-1].inputs >= 0).all()),
         unit=1 / examples if observation.reduction == "mean" else 1.0,
         scale=scale,
     )
@@ -294,10 +296,3 @@ def _labels(observation: Observation, generator: torch.Generator) -> tuple[Tenso
         return None, [reading.labels for reading in label_candidates(observation, generator)]
     except ValueError:
         return None, []
-
-
-def _is_nonnegative(observation: Observation, head: Head) -> bool:
-    like = next(observation.model.parameters())
-    dummies = dummy_inputs(observation.inputs, torch.Generator().manual_seed(0), count=64).to(like)
-    record = probe(observation.model, dummies, lambda name, _: name == head.module_name)
-    return bool((record.of(head.module_name)[-1].inputs >= 0).all())

@@ -62,7 +62,9 @@ def frequent_differences(rows: Tensor, generator: torch.Generator) -> Tensor | N
     True
     """
     count = rows.shape[1]
-    distinct = _distinct(rows, generator)
+    group = _keys(rows, float(rows.abs().max()), generator).unique(return_inverse=True)[1]
+    places = torch.full((int(group.max()) + 1,), len(rows)).scatter_reduce_(0, group, torch.arange(len(rows)), "amin")
+    distinct = rows[places]
     if len(distinct) > MOST_ROWS:
         distinct = distinct[torch.randperm(len(distinct), generator=generator)[:MOST_ROWS]]
     first, second = torch.triu_indices(len(distinct), len(distinct), offset=1)
@@ -81,12 +83,6 @@ def frequent_differences(rows: Tensor, generator: torch.Generator) -> Tensor | N
         if float((vector - basis @ (basis.T @ vector)).norm()) > SAME:
             chosen.append(vector)
     return torch.stack(chosen) if len(chosen) == count else None
-
-
-def _distinct(rows: Tensor, generator: torch.Generator) -> Tensor:
-    group = _keys(rows, float(rows.abs().max()), generator).unique(return_inverse=True)[1]
-    places = torch.full((int(group.max()) + 1,), len(rows)).scatter_reduce_(0, group, torch.arange(len(rows)), "amin")
-    return rows[places]
 
 
 def _keys(rows: Tensor, size: float, generator: torch.Generator) -> Tensor:
@@ -270,16 +266,30 @@ def separated_features(
     generator: torch.Generator,
 ) -> RecoveredFeatures:
     """Return the best estimate of features in the span ``found``, by ``rows`` (units, n) of the units ``used``."""
-    span = found.span
-    inner = _inside(layer, span, rows, used)
+    span, sums = found.span, layer.bias_gradient
+    loadings = torch.ones((0, len(rows)), dtype=torch.float64)
+    if layer.head is not None:
+        loadings = head_loadings(layer.head[:, used])
+    inner = SpanGradient(
+        rows=rows,
+        weights=layer.weight[used] @ span.T,
+        loadings=loadings if len(loadings) else torch.ones((1, len(rows)), dtype=torch.float64),
+        activation=layer.activation or nn.Identity(),
+        bias=None if layer.bias is None else layer.bias[used],
+        bias_gradient=None if sums is None or not bool(sums.any()) else sums[used],
+    )
     starts: dict[str, Tensor] = {}
     notes: list[str] = []
     if len(span) == 1:
         starts["the span"] = torch.ones((1, 1), dtype=torch.float64)
     else:
-        reason = no_moments(layer) or activation_class(inner.activation).reason
+        behind = activation_class(inner.activation)
+        reason = no_moments(layer) or behind.reason
         if reason is None and {"svd", "completion", "stein"} & set(methods):
-            starts["moments"] = _by_moments(inner, generator, notes)
+            matrices, back = moment_matrices(inner.rows, inner.weights, inner.loadings, behind)
+            vectors, gap = diagonalising_vectors(matrices, generator)
+            notes.append(f"moments inside the span are diagonal but for {gap:.1e}")
+            starts["moments"] = nn.functional.normalize(vectors @ back, dim=1)
         if reason is None and inner.homogeneous and len(inner.loadings) == 1:
             patterns = frequent_differences(rows / inner.loadings.T, generator)
             starts |= {} if patterns is None else {"patterns": patterns}
@@ -299,30 +309,6 @@ def separated_features(
         notes.append(f"features by {best}: share of the gradient that each leaves unexplained: {shares}")
     method: Method = "unmixing" if best == "unmixing" else found.method
     return dataclasses.replace(results[best], method=method, notes=tuple(notes))
-
-
-def _inside(layer: DenseGradient, span: Tensor, rows: Tensor, used: Tensor) -> SpanGradient:
-    loadings = torch.ones((1, len(rows)), dtype=torch.float64)
-    if layer.head is not None and len(found := head_loadings(layer.head[:, used])):
-        loadings = found
-    sums = layer.bias_gradient
-    return SpanGradient(
-        rows=rows,
-        weights=layer.weight[used] @ span.T,
-        loadings=loadings,
-        activation=layer.activation or nn.Identity(),
-        bias=None if layer.bias is None else layer.bias[used],
-        bias_gradient=None if sums is None or not bool(sums.any()) else sums[used],
-    )
-
-
-def _by_moments(inner: SpanGradient, generator: torch.Generator, notes: list[str]) -> Tensor:
-    whole = torch.eye(inner.rows.shape[1], dtype=torch.float64)
-    behind = activation_class(inner.activation)
-    matrices, back = moment_matrices(inner.rows, inner.weights, inner.loadings, whole, behind)
-    vectors, gap = diagonalising_vectors(matrices, generator)
-    notes.append(f"moments inside the span are diagonal but for {gap:.1e}")
-    return nn.functional.normalize(vectors @ back, dim=1)
 
 
 def _slopes_tell(layer: DenseGradient, inner: SpanGradient) -> bool:

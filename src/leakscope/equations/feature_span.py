@@ -177,14 +177,6 @@ class TwoGradients:
         product = features @ self.weight.T
         return product if self.bias is None else product + self.bias
 
-    def of_units(self, units: slice) -> TwoGradients:
-        return TwoGradients(
-            *(self.weight[units], self.gradient[units], self.mask[units]),
-            *(self.head[:, units], self.head_gradient[:, units], self.head_mask[:, units]),
-            activation=self.activation,
-            bias=None if self.bias is None else self.bias[units],
-        )
-
     @cached_property
     def size(self) -> float:
         squares = (self.gradient * self.mask).square().sum() + (self.head_gradient * self.head_mask).square().sum()
@@ -214,7 +206,12 @@ def refine_features(problem: TwoGradients, start: Tensor) -> Refined:
     (True, True)
     """
     # First every fourth unit alone, where these have enough equations; then all.
-    coarse = problem.of_units(slice(None, None, 4))
+    coarse = TwoGradients(
+        *(problem.weight[::4], problem.gradient[::4], problem.mask[::4]),
+        *(problem.head[:, ::4], problem.head_gradient[:, ::4], problem.head_mask[:, ::4]),
+        activation=problem.activation,
+        bias=None if problem.bias is None else problem.bias[::4],
+    )
     if coarse.head.shape[1] * len(coarse.head) >= EQUATIONS_PER_UNKNOWN * start.numel():
         start = _refined(coarse, start).features
     return _refined(problem, start)

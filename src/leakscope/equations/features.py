@@ -75,7 +75,8 @@ def recover_features(
     >>> found.layer, found.method, bool((flat - flat @ found.span.T @ found.span).norm() < 1e-10)
     ('1', 'svd', True)
     """
-    _check_methods(methods)
+    if not methods or not {*methods} <= {*METHODS}:
+        raise UserError(f"methods: expected some of {', '.join(METHODS)}, got {list(methods)}")
     observed = read_dense_gradient(observation, layer)
     return features_of(
         observed, methods=methods, count=count or observation.num_examples, neurons=neurons, generator=generator
@@ -106,10 +107,8 @@ def read_dense_gradient(observation: Observation, layer: str | None = None) -> D
     if not isinstance(module, nn.Linear):
         raise NotApplicable(f"layer: expected the name of a dense layer (nn.Linear), got {layer!r}")
     step = next((step for step in steps if step.name == layer), None)
-    update, names = (
-        observation.message.update,
-        {id(value): name for name, value in observation.model.named_parameters()},
-    )
+    update = observation.message.update
+    names = {id(value): name for name, value in observation.model.named_parameters()}
     head_weight = head_gradient = None
     if step is not None and step is steps[0] and head is not None:  # right below the head
         head_weight, head_gradient = observation.model.get_parameter(head.weight_name), update.get(head.weight_name)
@@ -171,13 +170,18 @@ def features_of(
     def estimate(method: Method, span: Tensor) -> RecoveredFeatures:
         residual = span_residual(layer.gradient, mask, span, _again(draws))
         found = RecoveredFeatures(layer.name, span, span, method, signed=False, separated=False, residual=residual)
-        rows, used = _rows_inside(layer, span, mask, method, neurons)
+        used = torch.zeros(len(mask), dtype=torch.bool)
+        used[slice(None) if neurons is None else neurons] = True
+        if method == "completion":
+            used &= mask.sum(1) > len(span)
+            rows = row_coefficients(layer.gradient[used], mask[used].double(), span)
+        else:
+            rows = layer.gradient[used] @ span.T
         return separated_features(layer, found, rows, used, methods, draws)
 
     def refined(estimates: Sequence[RecoveredFeatures]) -> RecoveredFeatures:
-        return (
-            _refined(layer, estimates, mask, zeros, draws) if "refined" in methods and not untouched else estimates[0]
-        )
+        wanted = "refined" in methods and not untouched
+        return _refined(layer, estimates, mask, zeros, draws) if wanted else estimates[0]
 
     estimates = [estimate(method, span) for method, span in spans.items()]
     kept = min(estimates, key=lambda one: one.residual)
@@ -223,25 +227,21 @@ def _refined(
     explained, slack = (CERTAIN, 1.0) if zeros > PRUNED else (EXPLAINED, 1.05)
     if not bool(torch.isfinite(fit.features).all()) or (fit.residual > explained and residual > slack * first.residual):
         return dataclasses.replace(first, notes=(*first.notes, f"{words}; not kept, as its span explains less"))
+    # Both gradients differ for a feature and its negative, but behind an odd activation without a bias.
+    biased = layer.bias is not None and bool(layer.bias.any())
+    tells_signs = biased or 2 in activation_class(problem.activation).orders
     return dataclasses.replace(
         first,
         directions=nn.functional.normalize(fit.features, dim=1),
         span=span,
         method="refined",
-        signed=_tells_signs(layer) and fit.residual <= _certain_residual(problem, first.span, zeros),
+        signed=tells_signs and fit.residual <= _certain_residual(problem, first.span, zeros),
         separated=True,
         residual=residual,
         quality=max(0.0, 1 - fit.residual**2),
         lengths=None,
         notes=(*first.notes, words),
     )
-
-
-def _tells_signs(layer: DenseGradient) -> bool:
-    """Check that both gradients differ for a feature and its negative: not behind an odd activation without a bias."""
-    assert layer.activation is not None
-    biased = layer.bias is not None and bool(layer.bias.any())
-    return biased or 2 in activation_class(layer.activation).orders
 
 
 def _certain_residual(problem: TwoGradients, span: Tensor, zeros: float) -> float:
@@ -297,22 +297,6 @@ def _spans(
     if not spans:
         raise NotApplicable(f"{layer.name!r}: none of {', '.join(methods)} applies: {'; '.join(notes)}")
     return spans
-
-
-def _rows_inside(
-    layer: DenseGradient, span: Tensor, mask: Tensor, method: Method, neurons: slice | None
-) -> tuple[Tensor, Tensor]:
-    used = torch.zeros(len(mask), dtype=torch.bool)
-    used[slice(None) if neurons is None else neurons] = True
-    if method != "completion":
-        return layer.gradient[used] @ span.T, used
-    used &= mask.sum(1) > len(span)
-    return row_coefficients(layer.gradient[used], mask[used].double(), span), used
-
-
-def _check_methods(methods: Sequence[Method]) -> None:
-    if not methods or not {*methods} <= {*METHODS}:
-        raise UserError(f"methods: expected some of {', '.join(METHODS)}, got {list(methods)}")
 
 
 def _again(generator: torch.Generator) -> torch.Generator:

@@ -82,8 +82,8 @@ def decode_masks(
         if not 0 < len(places) <= most_free or noise[unit] == 0:
             continue
         own = columns[:, places] * signal[unit, places]
-        problem = _UnitProblem(own, own.T @ own, masks[unit, places], doubt[unit, places])
-        active[unit, places], rest[unit] = problem.solve(rest[unit], correlation[unit, places], noise[unit])
+        facts = own, masks[unit, places], doubt[unit, places]
+        active[unit, places], rest[unit] = _decoded(*facts, rest[unit], correlation[unit, places], noise[unit])
     size = (signal * active).norm(dim=1)
     share = rest.norm(dim=1) / size.clamp_min(torch.finfo(size.dtype).tiny)
     seen = size > 0
@@ -96,42 +96,35 @@ def decode_masks(
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _UnitProblem:
-    """One unit: free masks with their columns (equations, free), Gram matrix, present values and doubts."""
+def _decoded(
+    columns: Tensor, before: Tensor, doubt: Tensor, rest: Tensor, correlation: Tensor, noise: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the free masks of one unit, with ``columns`` (equations, free), and the residual that they leave.
 
-    columns: Tensor
-    gram: Tensor
-    before: Tensor
-    doubt: Tensor
-
-    def solve(self, rest: Tensor, correlation: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the masks and the residual that they leave; ``rest`` is that of the present masks."""
-        for _ in range(2):  # the second time with the noise that the first left
-            ridge = self.gram + torch.diag(4 * noise * self.doubt)
-            change = torch.linalg.solve_ex(ridge, correlation)[0]
-            left = rest - self.columns @ change
-            noise = left.square().sum() / len(left)
-        rounded = self.before + change > 0.5
-        step = rounded.to(rest) - self.before.to(rest)
-        first = self._descend(rounded, rest - self.columns @ step, noise)
-        second = self._descend(self.before.clone(), rest, noise)
-        return min(first, second, key=lambda found: float(found[2]))[:2]
-
-    def _descend(self, masks: Tensor, rest: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Flip one mask after another while that pays, 40 at most; return masks, residual and its cost."""
-        cost, diagonal = noise * (self.doubt - 1), self.gram.diagonal()
-        pull = self.columns.T @ rest
-        for _ in range(40):
+    ``before``: the present masks, which leave ``rest``.
+    """
+    gram = columns.T @ columns
+    for _ in range(2):  # the second time with the noise that the first left
+        change = torch.linalg.solve_ex(gram + torch.diag(4 * noise * doubt), correlation)[0]
+        left = rest - columns @ change
+        noise = left.square().sum() / len(left)
+    cost, diagonal = noise * (doubt - 1), gram.diagonal()
+    rounded = before + change > 0.5
+    found = []
+    starts = (rounded, rest - columns @ (rounded.to(rest) - before.to(rest))), (before.clone(), rest)
+    for masks, remaining in starts:
+        pull = columns.T @ remaining
+        for _ in range(40):  # flip one mask after another while that pays
             way = 1 - 2 * masks.to(rest)
-            gain = 2 * way * pull - diagonal - torch.where(masks == self.before, cost, -cost)
+            gain = 2 * way * pull - diagonal - torch.where(masks == before, cost, -cost)
             best = int(gain.argmax())
             if not gain[best] > 2 * noise:
                 break
-            rest = rest - self.columns[:, best] * way[best]
-            pull = pull - self.gram[:, best] * way[best]
+            remaining = remaining - columns[:, best] * way[best]
+            pull = pull - gram[:, best] * way[best]
             masks[best] = ~masks[best]
-        return masks, rest, rest @ rest + (cost * (masks != self.before)).sum()
+        found.append((masks, remaining, remaining @ remaining + (cost * (masks != before)).sum()))
+    return min(found, key=lambda one: float(one[2]))[:2]
 
 
 def _flat(values: Tensor) -> Tensor:
@@ -140,8 +133,7 @@ def _flat(values: Tensor) -> Tensor:
 
 
 def _relative(rest: Tensor, whole: Tensor) -> float:
-    size = float(whole.norm())
-    return float(rest.norm()) / size if size else 0.0
+    return float(rest.norm()) / size if (size := float(whole.norm())) else 0.0
 
 
 @dataclass(frozen=True, eq=False)

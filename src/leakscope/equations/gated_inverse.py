@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from leakscope.contracts.certificate import EXPLAINED
 from leakscope.equations.embedding import SILENT
 from leakscope.equations.gated_equations import (
     MOST_FREE,
@@ -31,14 +32,14 @@ UNTOLD = 10.0
 #: Units whose pre-activation is within so many times its expected error may be on the other side of zero.
 NEAR_ZERO = 3.0
 #: In the first pass errors are larger than the features say: so many times, for the highest layer and the others.
-FIRST_PASS = (6.0, 3.0)
+FIRST_PASS = (2 * NEAR_ZERO, NEAR_ZERO)
 #: Above this certificate masks are still to be found; below it hardly one is in doubt, the decoded masks of all layers
 #: are held (of one example), and the conditioning of the equations is what counts.
 FAR = 2e-3
 #: Where progress stalls, layers explained up to this share count in full (one example far away, and else): the highest
 #: alone may not determine the input. The smaller one is also what an exact solution may leave of the features and of
 #: layers that read the input.
-FAIR = (1e-2, 1e-3)
+FAIR = (5 * FAR, FAR / 2)
 #: A certificate that falls to more than this share in one pass has stalled (far away, and near).
 STALLED = (0.9, 0.5)
 #: A layer that reads the input has few equations: units with more free masks for each than this are not decoded.
@@ -53,18 +54,20 @@ WORK = 6e10
 class SolverSettings:
     """``steps`` of conjugate gradients in each pass, ``most_steps`` where progress stalls, ``products`` in all.
 
-    ``exact``: the certificate at which a solution is exact. ``whitening``: relative to a layer's residual; ``damping``:
-    to its square; ``trust``: the power of the ratio of residuals by which lower layers count less.
+    ``whitening``: relative to a layer's residual; ``damping``: to its square; ``trust``: the power of the ratio of
+    residuals by which lower layers count less.
     """
 
     passes: int = 30
     steps: int = 60
     most_steps: int = 400
     products: int = 3000
-    exact: float = 1e-6
     whitening: float = 10.0
     damping: float = 0.1
     trust: float = 2.0
+
+
+SETTINGS = SolverSettings()
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,9 +108,8 @@ class GatedProblem:
         """Return how many products take some ten seconds in all; by counts, so that a run repeats."""
         return int(self.work / (self.network.work * len(self.features)))
 
-    def solve(self, start: Tensor, settings: SolverSettings | None = None) -> GatedSolution:
+    def solve(self, start: Tensor, settings: SolverSettings = SETTINGS) -> GatedSolution:
         """Decode and solve in turn from ``start``; return the input with the smallest certificate."""
-        settings = settings or SolverSettings()
         z = best = start.double()
         linear = LinearStep(self.network, self.features, self.project)
         # A batch has as many equations as one example, for many times the masks: its lower layers are not decoded well.
@@ -131,7 +133,7 @@ class GatedProblem:
         """Count the directions of each example that the equations do not determine, with the masks decoded at ``z``."""
         gates, layers, _ = self._decode(self.network.run(z), near=True)
         linear = LinearStep(self.network, self.features, self.project)
-        return linear.free_directions(z, gates, layers, limit=min(SolverSettings.products, self.affordable_products()))
+        return linear.free_directions(z, gates, layers, limit=min(SETTINGS.products, self.affordable_products()))
 
     def certificate(self, z: Tensor) -> float:
         """Return what the input ``z`` leaves unexplained, see :class:`GatedSolution`."""
@@ -244,14 +246,14 @@ class _Pace:
     def told(self, certificate: float) -> bool:
         """Plan the next pass, or the end; return whether this certificate is the lowest so far."""
         settings, before = self.settings, self.lowest
-        far, exact = certificate > FAR, certificate < settings.exact
+        far, exact = certificate > FAR, certificate < EXPLAINED
         stalled = certificate > STALLED[not far] * before
         self.history.append(certificate)
         self.lowest = min(before, certificate)
         passes = len(self.history)
         lost = passes > PATIENCE and self.lowest > max(FAR, STALLED[0] * min(self.history[:-WINDOW]))
         # Badly conditioned directions want one pass of many steps without slack, however small the certificate is.
-        finished = exact and stalled and before < settings.exact
+        finished = exact and stalled and before < EXPLAINED
         spent = passes >= settings.passes or self._spent >= self.products * (1.5 if self.lowest < FAR else 1)
         self.ended = finished or lost or spent or not math.isfinite(certificate)
         self._stalls = self._stalls + 1 if stalled and passes > 3 else 0

@@ -198,7 +198,9 @@ def label_choices(problem: HeadProblem, readings: Sequence[Tensor]) -> Iterator[
     classes = len(problem.weight)
     known = torch.stack([torch.bincount(reading.long(), minlength=classes) for reading in readings or [_read(problem)]])
     yield from (counts_to_labels(counts) for counts in known)
-    others = torch.cat([_exchanged(counts) for counts in known]).unique(dim=0)
+    unit = torch.eye(classes, dtype=known.dtype)
+    exchanged = [one - unit[old] + unit[new] for one in known for old in one.nonzero()[:, 0] for new in range(classes)]
+    others = torch.stack(exchanged).unique(dim=0)
     others = others[~(others[:, None] == known[None]).all(2).any(1)]
     uneven = torch.zeros(len(others), dtype=torch.float64)
     if problem.sums is not None:
@@ -211,12 +213,6 @@ def label_choices(problem: HeadProblem, readings: Sequence[Tensor]) -> Iterator[
         uneven = (mean * mean.clamp_min(1e-9).log()).sum(1)
     # An even mean softmax is the likelier one.
     yield from (counts_to_labels(others[place]) for place in uneven.argsort())
-
-
-def _exchanged(counts: Tensor) -> Tensor:
-    unit = torch.eye(len(counts), dtype=counts.dtype)
-    rows = [counts - unit[old] + unit[new] for old in counts.nonzero()[:, 0] for new in range(len(counts))]
-    return torch.stack(rows)
 
 
 def _read(problem: HeadProblem) -> Tensor:
@@ -251,9 +247,18 @@ def complete_head(problem: HeadProblem, label: int | None = None) -> tuple[HeadS
     if not bool(entries[chosen].any()):
         raise NotApplicable(f"nothing is left of the row of class {chosen} in the head's gradient")
     own = 0.0 if problem.sums is None else float(problem.sums[chosen]) / scale
-    own = own or _own_delta(problem, observed[chosen], chosen)
+    if not own:  # no bias tells delta of the example's own class: it is the one that its features give back
+        tried = -torch.logspace(-4, -1e-6, 400, dtype=torch.float64)  # from a sure model to a wrong one
+        logits = (observed[chosen] / tried[:, None]) @ problem.weight.T + problem.bias
+        back = torch.softmax(logits, 1)[:, chosen] - 1
+        own = float(tried[(torch.log(-tried) - torch.log((-back).clamp_min(1e-12))).abs().argmin()])
     delta, features, seen = _alternate(observed, entries, chosen, own)
-    signal = _filled(problem, delta, features, entries.any(1), chosen)
+    # Classes of which nothing was seen take the softmax of the features; delta adds up to zero.
+    missing = ~entries.any(1)
+    missing[chosen] = False
+    left = -delta[~missing].sum().clamp(max=0.0)
+    share = torch.softmax(problem.weight @ features + problem.bias, 0) * missing
+    signal = torch.where(missing, left * share / share.sum().clamp_min(1e-300), delta)
     residual = float((torch.outer(delta, features) * entries - observed).norm() / observed.norm())
     if residual > REFUSED:
         raise NotApplicable(
@@ -289,19 +294,3 @@ def _alternate(observed: Tensor, entries: Tensor, chosen: int, own: float) -> tu
         weights = entries * delta.square()[:, None]
         features = torch.where(seen, (observed * delta[:, None]).sum(0) / weights.sum(0).clamp_min(1e-300), 0.0)
     return delta, features, seen
-
-
-def _filled(problem: HeadProblem, delta: Tensor, features: Tensor, seen: Tensor, chosen: int) -> Tensor:
-    """Fill in the classes of which nothing was seen by the softmax of the features; delta adds up to zero."""
-    missing = ~seen
-    missing[chosen] = False
-    left = -delta[~missing].sum().clamp(max=0.0)
-    share = torch.softmax(problem.weight @ features + problem.bias, 0) * missing
-    return torch.where(missing, left * share / share.sum().clamp_min(1e-300), delta)
-
-
-def _own_delta(problem: HeadProblem, row: Tensor, chosen: int) -> float:
-    """Return delta of the example's own class where no bias tells it: the one that its features give back."""
-    tried = -torch.logspace(-4, -1e-6, 400, dtype=torch.float64)  # from a sure model to a wrong one
-    back = torch.softmax((row / tried[:, None]) @ problem.weight.T + problem.bias, 1)[:, chosen] - 1
-    return float(tried[(torch.log(-tried) - torch.log((-back).clamp_min(1e-12))).abs().argmin()])

@@ -20,7 +20,7 @@ from leakscope.contracts.errors import NotApplicable
 #: Residuals up to this are those of rounding; above the other, the update is not the gradient of such a batch.
 EXACT, REFUSED = 1e-5, 0.1
 #: Expected relative errors of features: up to the first they count as exact, above the second they are left out.
-EXACT_FEATURES, USELESS_FEATURES = 1e-3, 0.3
+EXACT_FEATURES, USELESS_FEATURES = 100 * EXACT, 3 * REFUSED
 #: Features behind a ReLU are not negative; a larger share of negative ones (L1) shows that they are wrong.
 NEGATIVE_SHARE = 10 * EXACT
 #: The smallest singular value of a gradient that still carries an example: relative to the largest, and to noise.
@@ -75,65 +75,60 @@ def exact_residual(signal: float, examples: int, rounding: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class HeadSystem:
-    """The equations for one choice of labels; the unknowns are A, and with ``free_scale`` the log of a factor.
+    """The equations for one choice of labels; the unknowns are A, and with an unknown scale the log of a factor.
 
-    ``left`` U (C, n), ``sizes`` S (n,), ``right`` W (n, d); ``targets`` (n, C): one-hot or soft labels. ``sums``: U'
-    times the bias gradient. ``amplitude``: the factor before softmax minus targets, 1/n for a mean. ``noise``: standard
-    deviation of the noise on an entry of G; ``rounding``: that of softmax minus one-hot.
+    ``targets`` (n, C): one-hot or soft labels. ``amplitude``: the factor before softmax minus targets, 1/n for a mean.
     """
 
-    left: Tensor
-    sizes: Tensor
-    right: Tensor
-    weight: Tensor
-    bias: Tensor
+    problem: "HeadProblem"
     targets: Tensor
-    sums: Tensor | None
     amplitude: float
-    free_scale: bool
-    noise: float
-    rounding: float
+
+    @property
+    def free_scale(self) -> bool:
+        return self.problem.scale is None
 
     def matrix(self, unknowns: Tensor) -> Tensor:
-        n = len(self.sizes)
+        n = self.problem.examples
         return unknowns[: n * n].reshape(n, n)
 
     def factor(self, unknowns: Tensor) -> float:
         return self.amplitude * (math.exp(float(unknowns[-1].clamp(-50, 50))) if self.free_scale else 1.0)
 
     def features(self, unknowns: Tensor) -> Tensor:
-        return (_inverse(self.matrix(unknowns)) * self.sizes) @ self.right
+        return (_inverse(self.matrix(unknowns)) * self.problem.sizes) @ self.problem.right
 
     def logits(self, unknowns: Tensor) -> Tensor:
-        return self.features(unknowns) @ self.weight.T + self.bias
+        return self.features(unknowns) @ self.problem.weight.T + self.problem.bias
 
     def output_gradients(self, unknowns: Tensor) -> Tensor:
-        return self.matrix(unknowns) @ self.left.T
+        return self.matrix(unknowns) @ self.problem.left.T
 
     def start(self, mean: Tensor, spread: float, generator: torch.Generator) -> Tensor:
         """Return unknowns of random logits whose mean softmax is this one."""
         logits = spread * torch.randn(self.targets.shape, generator=generator, dtype=torch.float64)
         for _ in range(5):
             logits = logits + torch.log(mean) - torch.log(torch.softmax(logits, 1).mean(0))
-        flat = (self.amplitude * (torch.softmax(logits, 1) - self.targets) @ self.left).flatten()
+        flat = (self.amplitude * (torch.softmax(logits, 1) - self.targets) @ self.problem.left).flatten()
         return torch.cat([flat, flat.new_zeros(1)]) if self.free_scale else flat
 
     def equations(self, unknowns: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
         """Return the equations of the output gradients, then of their sum, both divided by the amplitude."""
-        matrix, amplitude, n = self.matrix(unknowns), self.factor(unknowns), len(self.sizes)
-        inverse, along = _inverse(matrix), (self.sizes[:, None] * self.right) @ self.weight.T
-        softmax = torch.softmax(inverse @ along + self.bias, 1)
-        shown = matrix @ self.left.T / amplitude
+        given, matrix, amplitude = self.problem, self.matrix(unknowns), self.factor(unknowns)
+        n, inverse = len(matrix), _inverse(matrix)
+        along = (given.sizes[:, None] * given.right) @ given.weight.T
+        softmax = torch.softmax(inverse @ along + given.bias, 1)
+        shown = matrix @ given.left.T / amplitude
         rows = [(shown - softmax + self.targets).flatten()]
-        if self.sums is not None:
-            rows.append((matrix.sum(0) - self.sums) / amplitude)
+        if given.inner_sums is not None:
+            rows.append((matrix.sum(0) - given.inner_sums) / amplitude)
 
         def derivative() -> Tensor:
             unit = torch.eye(n, dtype=matrix.dtype)
             slope = softmax[:, :, None] * (along.T - (softmax @ along.T)[:, None, :])
             moved = (slope @ inverse.T)[:, :, :, None] * inverse[:, None, None, :]
-            blocks = [(moved + unit[:, None, :, None] * self.left[None, :, None, :] / amplitude).reshape(-1, n * n)]
-            if self.sums is not None:
+            blocks = [(moved + unit[:, None, :, None] * given.left[None, :, None, :] / amplitude).reshape(-1, n * n)]
+            if given.inner_sums is not None:
                 blocks.append((unit / amplitude)[:, None, :].expand(n, n, n).reshape(n, n * n))
             columns = torch.cat(blocks)
             if not self.free_scale:
@@ -147,7 +142,7 @@ class HeadSystem:
 
         Negative features are many equations of few unknowns: only the triangle of their orthogonal factors is kept.
         """
-        n, classes = len(self.sizes), len(self.bias)
+        n, classes = self.targets.shape
 
         def weighted(unknowns: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
             rest, derivative = self.equations(unknowns)
@@ -174,20 +169,20 @@ class HeadSystem:
 
     def deviations(self, unknowns: Tensor) -> tuple[Tensor, Tensor]:
         """Return the standard deviations (n,) that noise and rounding give an equation and a feature."""
-        matrix = self.matrix(unknowns)
-        feature = self.noise * _inverse(matrix).norm(dim=1)
+        given, matrix = self.problem, self.matrix(unknowns)
+        feature = given.noise * _inverse(matrix).norm(dim=1)
         softmax = torch.softmax(self.logits(unknowns), 1)
         # The gradient of the softmax by the features: p_k (V_k - sum_l p_l V_l).
-        slopes = softmax * (self.weight[None] - (softmax @ self.weight)[:, None, :]).norm(dim=2)
+        slopes = softmax * (given.weight[None] - (softmax @ given.weight)[:, None, :]).norm(dim=2)
         through = feature * slopes.square().mean(1).sqrt()
-        direct = self.noise * (matrix / self.sizes).norm(dim=1) / self.factor(unknowns)
-        return torch.sqrt(self.rounding**2 + direct**2 + through**2), feature
+        direct = given.noise * (matrix / given.sizes).norm(dim=1) / self.factor(unknowns)
+        return torch.sqrt(given.rounding**2 + direct**2 + through**2), feature
 
-    def expected_error(self, unknowns: Tensor, nonnegative: bool) -> float:
+    def expected_error(self, unknowns: Tensor) -> float:
         """Return the largest relative error of an example's features that noise and rounding let expect."""
-        n = len(self.sizes)
+        n = self.problem.examples
         each, feature = self.deviations(unknowns)
-        columns = self.signed(1 / each, 1 / feature if nonnegative else None)(unknowns)[1]()
+        columns = self.signed(1 / each, 1 / feature if self.problem.nonnegative else None)(unknowns)[1]()
         norms = columns.norm(dim=0).clamp_min(1e-300)
         triangle = torch.linalg.qr(columns / norms, mode="r").R
         inverse, features = _inverse(self.matrix(unknowns)), self.features(unknowns)
@@ -203,7 +198,11 @@ class HeadSystem:
 
 
 class HeadProblem:
-    """The observed gradients with their singular values; the same for every choice of labels."""
+    """The observed gradients; the same for every choice of labels.
+
+    ``left`` U (C, n), ``sizes`` S (n,), ``right`` W (n, d); ``inner_sums``: U' times the bias gradient. ``noise``:
+    standard deviation of the noise on an entry of G; ``rounding``: that of softmax minus one-hot.
+    """
 
     def __init__(
         self,
@@ -223,8 +222,10 @@ class HeadProblem:
         self.sums = None if sums is None else _wide(sums)
         self.examples, self.nonnegative, self.unit, self.scale = examples, nonnegative, unit, scale
         self.amplitude = unit * (1.0 if scale is None else scale)
-        self.left, self.sizes, self.right = torch.linalg.svd(observed, full_matrices=False)
-        spare = self.sizes[examples:]
+        left, sizes, right = torch.linalg.svd(observed, full_matrices=False)
+        self.left, self.sizes, self.right = left[:, :examples], sizes[:examples], right[:examples]
+        self.inner_sums = None if self.sums is None else self.left.T @ self.sums
+        spare = sizes[examples:]
         entries = len(spare) * observed.shape[1]
         floor = self.rounding * float(observed.square().mean().sqrt())
         # What exceeds the rank is noise: of a defence, or of rounding.
@@ -239,7 +240,7 @@ class HeadProblem:
         sizes, n = self.sizes, self.examples
         if not self.starts:
             raise NotApplicable(f"{n} examples of {len(self.weight)} classes: solving the head would take minutes")
-        last = float(sizes[n - 1] / sizes[0]) if len(sizes) >= n else 0.0
+        last = float(sizes[-1] / sizes[0]) if len(sizes) == n else 0.0
         noise = self.noise * math.sqrt(self.observed.shape[1]) / float(sizes[0])
         if last < max(LEAST_RANK, LEAST_SIGNAL * noise):
             raise NotApplicable(
@@ -265,22 +266,15 @@ class HeadProblem:
 
     def system(self, targets: Tensor, number: int) -> HeadSystem:
         """Return the equations; an unknown amplitude starts somewhat above the least that the targets allow."""
-        n, amplitude, classes, left = self.examples, self.amplitude, len(self.weight), self.left[:, : self.examples]
-        if self.scale is None:
-            amplitude = self._least_amplitude(targets) * classes / (classes - 1) * 1.5 ** (number % 4)
-        return HeadSystem(
-            left=left,
-            sizes=self.sizes[:n],
-            right=self.right[:n],
-            weight=self.weight,
-            bias=self.bias,
-            targets=targets,
-            sums=None if self.sums is None else left.T @ self.sums,
-            amplitude=amplitude,
-            free_scale=self.scale is None,
-            noise=self.noise,
-            rounding=self.rounding,
-        )
+        classes = len(self.weight)
+        if self.scale is not None:
+            return HeadSystem(self, targets, self.amplitude)
+        if self.sums is None:
+            least = float(self.sizes[0]) / math.sqrt(self.examples * self.observed.shape[1])  # a guess by its size
+        else:  # no class may have a negative mean softmax
+            counts = targets.sum(0)
+            least = float((-self.sums / counts.clamp_min(1e-9))[counts > 0].max().clamp_min(1e-300))
+        return HeadSystem(self, targets, least * classes / (classes - 1) * 1.5 ** (number % 4))
 
     def solution(self, system: HeadSystem, unknowns: Tensor, targets: Tensor) -> HeadSolution:
         """Return what these unknowns say, with soft labels; features are left out where they cannot be right."""
@@ -293,7 +287,7 @@ class HeadProblem:
         if self.sums is not None:
             gaps.append((delta.sum(0) - self.sums).norm() / (amplitude * size))
         residual = max(float(gap) for gap in gaps)
-        error = system.expected_error(unknowns, self.nonnegative)
+        error = system.expected_error(unknowns)
         exact = residual <= exact_residual(float(size), len(delta), self.rounding) and error <= EXACT_FEATURES
         doubt = ""
         negative = float(features.clamp(max=0).abs().sum() / features.abs().sum())
@@ -312,13 +306,6 @@ class HeadProblem:
             scale=amplitude / self.unit,
             notes=(doubt,) if doubt else (),
         )
-
-    def _least_amplitude(self, targets: Tensor) -> float:
-        # No class may have a negative mean softmax; without a bias it is a guess from the size of the gradient.
-        if self.sums is None:
-            return float(self.sizes[0]) / math.sqrt(self.examples * self.observed.shape[1])
-        counts = targets.sum(0)
-        return float((-self.sums / counts.clamp_min(1e-9))[counts > 0].max().clamp_min(1e-300))
 
 
 def least_squares(equations: Equations, unknowns: Tensor, steps: int) -> tuple[Tensor, float]:

@@ -45,8 +45,13 @@ def logistic_margins(product: float) -> tuple[float, ...]:
         return (1 - LEAST_PRODUCT,)
     argument = c * math.exp(-c)
     branches = (0,) if c > 0 else (0, -1)
-    margins = [-c - float(lambertw(argument, branch).real) for branch in branches]
-    return tuple(_polished(mu, c) for mu in margins if math.isfinite(mu))
+    margins = []
+    for mu in (-c - float(lambertw(argument, branch).real) for branch in branches):
+        slope = 1 + c * math.exp(min(mu, 30.0))
+        if mu <= 30 and abs(slope) >= 1e-3:  # one step of Newton's for the digits that are lost at small c
+            mu -= (mu + c * (1 + math.exp(mu))) / slope
+        margins += [mu] if math.isfinite(mu) else []
+    return tuple(margins)
 
 
 def logistic_signals(
@@ -74,8 +79,10 @@ def softmax_signals(
     """
     left, sizes, right = np.linalg.svd(gradient, full_matrices=False)
     spread, direction = left[:, 0] * sizes[0], right[0]
-    if labels is None:
-        labels = _labels_by_sign(spread)
+    if labels is None and len(spread) > 2:  # the class whose sign is the rarer one
+        negative = (spread < 0).sum() <= (spread > 0).sum()
+        labels = (int(np.argmin(spread if negative else -spread)),)
+    labels = (0, 1) if labels is None else labels  # entries of two classes are always opposite
     signals = [candidate for label in labels for candidate in _for_label(spread, weight @ direction, bias, label, last)]
     return sorted(signals, key=lambda candidate: candidate.mismatch)
 
@@ -110,14 +117,6 @@ def _signal_at(inner: np.ndarray, label: int, last: Activation) -> np.ndarray:
     return np.asarray((probabilities * slope).numpy())
 
 
-def _labels_by_sign(spread: np.ndarray) -> tuple[int, ...]:
-    """The classes whose sign is the rarer one; both of two classes, for their entries are always opposite."""
-    if len(spread) <= 2:
-        return (0, 1)
-    negative = (spread < 0).sum() <= (spread > 0).sum()
-    return (int(np.argmin(spread if negative else -spread)),)
-
-
 def _roots(difference: Callable[[float], float]) -> list[float]:
     lengths = np.geomspace(1e-6, 1e6, 1201)
     values = np.array([difference(float(length)) for length in lengths])
@@ -125,10 +124,3 @@ def _roots(difference: Callable[[float], float]) -> list[float]:
     if not len(places):
         return [float(lengths[np.argmin(np.abs(values))])]
     return [float(brentq(difference, lengths[p], lengths[p + 1], xtol=1e-300, rtol=1e-15)) for p in places]
-
-
-def _polished(margin: float, product: float) -> float:
-    if margin > 30:
-        return margin
-    slope = 1 + product * math.exp(margin)
-    return margin if abs(slope) < 1e-3 else margin - (margin + product * (1 + math.exp(margin))) / slope

@@ -150,10 +150,15 @@ class LinearSystem:
         if side > MAX_DENSE:
             raise UserError(f"the rank is computed up to {MAX_DENSE} rows or unknowns, got {side}")
         tolerance = math.sqrt(side * eps)
-        largest, smallest = self._extremes()
+        gram = system._gram
+        largest, vector = math.sqrt(system._largest), _start(len(gram))
+        for _ in range(24 if largest else 0):
+            vector = scipy.linalg.cho_solve(self._factor, vector, check_finite=False)
+            vector /= np.linalg.norm(vector)
+        smallest = math.sqrt(max(0.0, float(vector @ (gram @ vector))))
         if smallest > 10 * tolerance * largest:
             return Spectrum(side, smallest, largest, tolerance * largest, "Cholesky")
-        eigenvalues = np.linalg.eigvalsh(system._gram)
+        eigenvalues = np.linalg.eigvalsh(gram)
         return _spectrum(np.sqrt(np.clip(eigenvalues, 0, None)), tolerance, "Gram eigenvalues")
 
     def solve(self) -> Solution:
@@ -171,19 +176,17 @@ class LinearSystem:
             return Solution(x=np.zeros(self.unknowns), residual=1.0, method="zero matrix")
         x, last = np.zeros(self.unknowns), math.inf
         for _ in range(60):
-            step = self._ridge_step(target - matrix @ x)
+            left = target - matrix @ x
+            # (A'A + a)^-1 A' left, which is A' (AA' + a)^-1 left: whichever matrix is smaller.
+            if self.rows < self.unknowns:
+                step = matrix.T @ scipy.linalg.cho_solve(self._factor, left)
+            else:
+                step = scipy.linalg.cho_solve(self._factor, matrix.T @ left)
             size = float(np.linalg.norm(step))
             if not size < last:
                 break  # what is left is rounding error
             x, last = x + step, size
         return Solution(x=x, residual=self._residual(x), method="Cholesky")
-
-    def _ridge_step(self, left: Array) -> Array:
-        """(A'A + a)^-1 A' left, which is A' (AA' + a)^-1 left; whichever matrix is smaller."""
-        matrix = self.balanced.matrix
-        if self.rows < self.unknowns:
-            return np.asarray(matrix.T @ scipy.linalg.cho_solve(self._factor, left))
-        return np.asarray(scipy.linalg.cho_solve(self._factor, matrix.T @ left))
 
     @cached_property
     def _gram(self) -> Array:
@@ -207,16 +210,6 @@ class LinearSystem:
         gram = self.balanced._gram.copy()
         gram[np.diag_indices_from(gram)] += _RIDGE * self.balanced._largest
         return scipy.linalg.cho_factor(gram, lower=True, overwrite_a=True, check_finite=False)
-
-    def _extremes(self) -> tuple[float, float]:
-        gram, largest = self.balanced._gram, self.balanced._largest
-        if largest == 0:
-            return 0.0, 0.0
-        vector = _start(len(gram))
-        for _ in range(24):
-            vector = scipy.linalg.cho_solve(self._factor, vector, check_finite=False)
-            vector /= np.linalg.norm(vector)
-        return math.sqrt(largest), math.sqrt(max(0.0, float(vector @ (gram @ vector))))
 
     def _residual(self, x: Array) -> float:
         system = self.balanced

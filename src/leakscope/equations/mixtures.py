@@ -69,7 +69,15 @@ def solve_mixed_head(
     >>> found.exact, sorted([round(float(share), 6) for share in row[row > 0]] for row in found.labels)
     (True, [[0.45, 0.55], [0.6, 0.4]])
     """
-    _check(problem, images)
+    n, classes = problem.examples, len(problem.weight)
+    if problem.sums is None or problem.scale is None:
+        raise NotApplicable("soft labels of mixtures follow only from a head with a bias and a gradient of known scale")
+    # Each mixture has C - images classes without a share: fewer equations than unknowns certify nothing.
+    if n > (most := max(classes - images, 0)):
+        raise NotApplicable(
+            f"{n} mixtures of {images} examples and {classes} classes: at most {most} are told apart by their head"
+        )
+    problem.check_solvable()
     draws = generator or torch.Generator().manual_seed(0)
     choices, nearest = list(_choices(problem, present)), math.inf
     # A set of classes gets another start before sets that come four places later get their first.
@@ -81,19 +89,6 @@ def solve_mixed_head(
         nearest = nearest if found is None else min(nearest, found.residual)
     told = f"; the nearest leave {nearest:.1e} of it" if math.isfinite(nearest) else ""
     raise NotApplicable(f"no {problem.examples} mixtures of {images} examples explain the head's gradient{told}")
-
-
-def _check(problem: HeadProblem, images: int) -> None:
-    n, classes = problem.examples, len(problem.weight)
-    if problem.sums is None or problem.scale is None:
-        raise NotApplicable("soft labels of mixtures follow only from a head with a bias and a gradient of known scale")
-    # Each mixture has C - images classes without a share: fewer equations than unknowns certify nothing.
-    most = max(classes - images, 0)
-    if n > most:
-        raise NotApplicable(
-            f"{n} mixtures of {images} examples and {classes} classes: at most {most} are told apart by their head"
-        )
-    problem.check_solvable()
 
 
 def _choices(problem: HeadProblem, present: Tensor | None) -> Iterator[Tensor]:
@@ -293,7 +288,11 @@ def take_apart(mixtures: Tensor, ways: Sequence[Shares], *, error: float, bounde
         tried = [one for one, most in zip(tried, allowed, strict=True) if outside(one[1]) <= most]
         if not tried:
             raise NotApplicable("no division of the classes gives examples within their bounds")
-    scores = [_strangeness(parts, bounded) for _, parts in tried]
+    scores = [
+        (outside(parts) if bounded else 0.0)
+        + sum(float(parts.diff(dim=axis).abs().mean()) for axis in range(2, parts.dim()))
+        for _, parts in tried
+    ]
     way, parts = tried[scores.index(min(scores))]
     # A way that was left out because nothing follows from it is not refuted.
     forced = len(tried) == 1 and len(usable) == len(ways) and way.certain
@@ -307,10 +306,3 @@ def outside(pictures: Tensor) -> float:
     0.1414...
     """
     return float((pictures - pictures.clamp(0, 1)).double().square().mean().sqrt())
-
-
-def _strangeness(pictures: Tensor, bounded: bool) -> float:
-    strange = outside(pictures) if bounded else 0.0
-    for axis in range(2, pictures.dim()):
-        strange += float(pictures.diff(dim=axis).abs().mean())
-    return strange

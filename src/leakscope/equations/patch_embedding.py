@@ -27,7 +27,7 @@ SPREAD = 1 / math.sqrt(12)
 FLUCTUATION, COLUMN_FLUCTUATION = 1.2, 2.0
 #: The largest byte, and how many expected errors must lie between a pixel and the next byte. Rounding is not alike
 #: everywhere: of half a million pixels one was off by 8 expected errors.
-BYTE, CERTAIN = 255, 12.0
+BYTE, CERTAIN = torch.iinfo(torch.uint8).max, 12.0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -92,7 +92,11 @@ def solve_patches(
     along = left.T @ (gradient - signals.T @ grey)
     outside = gradient - signals.T @ grey - left @ along
     beside = None if bias_gradient is None else bias_gradient.double() - signals.sum(0)
-    levels = _levels(outside, beside, gradient, tokens)
+    if len(gradient) > tokens:  # the noise on the entries of each column is what no patches explain
+        levels = outside.norm(dim=0) / math.sqrt(len(gradient) - tokens)
+    else:  # they explain anything: it is what a certificate allows, or what the bias shows, whichever is more
+        seen = 0.0 if beside is None else float(beside.square().mean().sqrt())
+        levels = torch.full_like(gradient[0], max(seen, EXPLAINED * float(gradient.square().mean().sqrt())))
     level, spread = float(levels.square().mean().sqrt()), SPREAD * span
     filtered = sizes / (sizes.square() + (level / spread) ** 2)
     patches = grey + right.T @ (filtered[:, None] * along)
@@ -144,16 +148,3 @@ def whole_bytes(solved: SolvedPatches, black: Tensor, white: Tensor) -> Tensor |
         values[sure] = black[sure] + range_[sure] * (BYTE * share).round().clamp(0, BYTE) / BYTE
         open_[sure] = False
     return values if solved.explained_by(values) else None
-
-
-def _levels(outside: Tensor, beside: Tensor | None, gradient: Tensor, tokens: int) -> Tensor:
-    """Return the noise on the entries of each column of the gradient: what no patches explain.
-
-    Without more equations than unknowns, patches explain anything: then it is what a certificate allows, or what the
-    bias shows, whichever is more.
-    """
-    units, inputs = gradient.shape
-    if units > tokens:
-        return outside.norm(dim=0) / math.sqrt(units - tokens)
-    seen = 0.0 if beside is None else float(beside.square().mean().sqrt())
-    return gradient.new_full((inputs,), max(seen, EXPLAINED * float(gradient.square().mean().sqrt())))

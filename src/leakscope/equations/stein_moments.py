@@ -231,17 +231,19 @@ def _third_moment(gradient: Tensor, weight: Tensor, loading: Tensor, direction: 
 
 
 def moment_matrices(
-    gradient: Tensor, weight: Tensor, loadings: Tensor, span: Tensor, activation: ActivationClass
+    rows: Tensor, weights: Tensor, loadings: Tensor, activation: ActivationClass
 ) -> tuple[Tensor, Tensor]:
-    """Return moments inside ``span`` as matrices (s, n, n) sum_i c_si y_i y_i', and the map (n, n) with x = y map."""
-    reduced, rows = weight @ span.T, gradient @ span.T
-    reduced = reduced - reduced.mean(0)
+    """Return moments of ``rows`` and ``weights`` (m, n) inside a span, and the map (n, n) with x = y map.
+
+    They are matrices (s, n, n) sum_i c_si y_i y_i'.
+    """
+    reduced = weights - weights.mean(0)
     # Whitened, so that the rows need not have unit variance; features take the inverse map.
     values, vectors = torch.linalg.eigh(reduced.T @ reduced / len(reduced))
     root = (vectors * values.clamp_min(1e-300).sqrt()) @ vectors.T
     inverse = torch.linalg.inv(root)
     unit, rows = reduced @ inverse, rows @ root
-    count = len(span)
+    count = unit.shape[1]
     stacks = []
     for loading in loadings:
         carried = rows * loading[:, None]

@@ -125,25 +125,51 @@ def unmix(
     True
     """
     gradient = gradient.detach().double().cpu()
-    _check(gradient, count, picture)
+    if gradient.dim() != 2:
+        raise UserError(f"gradient: expected (units, inputs), got shape {tuple(gradient.shape)}")
+    if picture is not None and math.prod(picture) != gradient.shape[1]:
+        raise UserError(f"picture: expected a shape of {gradient.shape[1]} numbers, got {picture}")
+    if count < 1:
+        raise UserError(f"count: expected at least 1, got {count}")
+    if count > min(gradient.shape):
+        raise NotApplicable(
+            f"{count} rows cannot be told apart in a gradient of {gradient.shape[0]} units and {gradient.shape[1]} "
+            "inputs: there are fewer mixtures than rows"
+        )
+    if not bool(torch.isfinite(gradient).all()):
+        raise UserError("gradient: expected finite numbers, got NaN or infinity")
     basis, to_basis, residual = row_space(gradient, count)
     by_differences = picture is not None and _has_axes(picture) and domain != "values"
-    parts = difference_groups(basis, picture) if by_differences and picture is not None else basis[None]
-    whitening, white = whiten(parts)
+    whitening, white = whiten(difference_groups(basis, picture) if by_differences and picture else basis[None])
     rotation, settled = torch.eye(count, dtype=torch.float64), True
     if start == "fixed-point":
         rotation, settled = fast_ica(white, generator)
     curve: tuple[float, ...] = ()
+    # Linear maps of the rows, worked out once: a step costs n^2 d.
+    parts, rows = white.permute(1, 0, 2).flatten(1), whitening @ basis
+    differences = torch.zeros((count, 1), dtype=torch.float64)
+    if tv and picture is not None and _has_axes(picture):
+        pictures = rows.reshape(count, *picture)
+        differences = torch.cat([pictures.diff(dim=axis).flatten(1) for axis in range(2, pictures.dim())], dim=1)
+    others = ~torch.eye(count, dtype=torch.bool)
+
+    def objective(rotation: Tensor) -> Tensor:
+        total = -negentropy * _negentropy(rotation @ parts).mean()
+        if independence and count > 1:
+            cosines = (rotation @ rotation.T)[others]
+            total = total + independence * torch.expm1(temperature * cosines.abs()).mean()
+        if tv:
+            total = total + tv * (rotation @ differences).abs().mean()
+        if nonnegativity or sparsity:
+            sources = rotation @ rows
+            sides = torch.minimum(sources.clamp_min(0).norm(dim=1), sources.clamp_max(0).norm(dim=1))
+            total = total + nonnegativity * sides.mean() + sparsity * sources.abs().mean()
+        return total
+
     if iterations:
-        sources = _SourceTerms(
-            white=white.permute(1, 0, 2).flatten(1),
-            values=whitening @ basis if nonnegativity or sparsity else None,
-            differences=_first_differences(whitening @ basis, picture) if tv else None,
-            weights=(negentropy, independence, temperature, tv, nonnegativity, sparsity),
-        )
-        rotation, curve = _descend(sources.objective, rotation, iterations, lr)
+        rotation, curve = _descend(objective, rotation, iterations, lr)
     unmixing = rotation @ whitening @ to_basis
-    flat = (rotation @ white.permute(1, 0, 2).flatten(1)).reshape(count, -1)
+    flat = (rotation @ parts).reshape(count, -1)
     return Unmixed(unmixing @ gradient, unmixing, residual, _negentropy(flat), settled, curve)
 
 
@@ -228,31 +254,6 @@ def difference_groups(rows: Tensor, picture: tuple[int, ...]) -> Tensor:
     return torch.cat(parts, dim=1).transpose(0, 1)
 
 
-@dataclass(frozen=True, eq=False)
-class _SourceTerms:
-    """The terms of the paper's objective on linear maps of the rows, worked out once: a step costs n^2 d."""
-
-    white: Tensor
-    values: Tensor | None
-    differences: Tensor | None
-    weights: tuple[float, float, float, float, float, float]
-
-    def objective(self, rotation: Tensor) -> Tensor:
-        negentropy, independence, temperature, tv, nonnegativity, sparsity = self.weights
-        total = -negentropy * _negentropy(rotation @ self.white).mean()
-        if independence and len(rotation) > 1:
-            others = ~torch.eye(len(rotation), dtype=torch.bool)
-            cosines = (rotation @ rotation.T)[others]
-            total = total + independence * torch.expm1(temperature * cosines.abs()).mean()
-        if self.differences is not None:
-            total = total + tv * (rotation @ self.differences).abs().mean()
-        if self.values is not None:
-            sources = rotation @ self.values
-            sides = torch.minimum(sources.clamp_min(0).norm(dim=1), sources.clamp_max(0).norm(dim=1))
-            total = total + nonnegativity * sides.mean() + sparsity * sources.abs().mean()
-        return total
-
-
 def _descend(
     objective: Callable[[Tensor], Tensor], rotation: Tensor, iterations: int, lr: float
 ) -> tuple[Tensor, tuple[float, ...]]:
@@ -277,13 +278,6 @@ def _negentropy(sources: Tensor) -> Tensor:
     return (log_cosh.mean(1) - GAUSSIAN_LOG_COSH).square()
 
 
-def _first_differences(rows: Tensor, picture: tuple[int, ...] | None) -> Tensor | None:
-    if picture is None or not _has_axes(picture):
-        return None
-    pictures = rows.reshape(len(rows), *picture)
-    return torch.cat([pictures.diff(dim=axis).flatten(1) for axis in range(2, pictures.dim())], dim=1)
-
-
 def _has_axes(picture: tuple[int, ...]) -> bool:
     return any(size > 1 for size in picture[1:])
 
@@ -305,19 +299,3 @@ def _orthogonal(matrix: Tensor) -> Tensor:
     left, _, right = torch.linalg.svd(matrix)
     nearest: Tensor = left @ right
     return nearest
-
-
-def _check(gradient: Tensor, count: int, picture: tuple[int, ...] | None) -> None:
-    if gradient.dim() != 2:
-        raise UserError(f"gradient: expected (units, inputs), got shape {tuple(gradient.shape)}")
-    if picture is not None and math.prod(picture) != gradient.shape[1]:
-        raise UserError(f"picture: expected a shape of {gradient.shape[1]} numbers, got {picture}")
-    if count < 1:
-        raise UserError(f"count: expected at least 1, got {count}")
-    if count > min(gradient.shape):
-        raise NotApplicable(
-            f"{count} rows cannot be told apart in a gradient of {gradient.shape[0]} units and {gradient.shape[1]} "
-            "inputs: there are fewer mixtures than rows"
-        )
-    if not bool(torch.isfinite(gradient).all()):
-        raise UserError("gradient: expected finite numbers, got NaN or infinity")

@@ -10,7 +10,7 @@ not.
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -72,15 +72,27 @@ def recover_labels(
         return RecoveredLabels(observation.labels, "known", True)
     if observation.label_counts is not None:
         return RecoveredLabels(counts_to_labels(observation.label_counts.long()), "known counts", True)
-    total = _readable_total(observation)
+    if not observation.task.has_classes:
+        raise UserError(f"the rules read class numbers, and the client's task is {observation.task!r}")
+    total = observation.num_examples
+    if total is None:
+        raise UserError(
+            "num_examples: expected a number, got None. The labels of a batch of unknown size cannot be "
+            "listed; set num_examples in the observation and in its knowledge."
+        )
     head = _observed_head(observation)
     if observation.num_classes == 1:
         return _binary_label(observation, head)
     evidence = _gather(observation, head, total, method, generator, moment)
     method = _choose(evidence) if method == "auto" else method
-    rule = RULES[method]
-    _check_rule(method, rule, evidence, head)
-    labels, exact, notes = rule.read(evidence)
+    needs = RULES[method]
+    if "bias" in needs and evidence.bias is None:
+        raise UserError(f"method {method!r} needs a head with a bias; {head.module_name!r} has none")
+    if "one" in needs and total != 1:
+        raise UserError(f"method {method!r} reads the label of one example, got num_examples={total}")
+    if "scale" in needs and evidence.scale is None:
+        raise UserError(f"method {method!r} needs the update's scale: {evidence.notes[0]}")
+    labels, exact, notes = _read(method, evidence)
     if not bool((evidence.weight != 0).any() | (evidence.bias_or_zero != 0).any()):
         notes += ("the head's update is zero throughout: these labels are a guess",)
     return RecoveredLabels(labels, method, exact, (*evidence.notes, *notes))
@@ -110,70 +122,49 @@ class Evidence:
     def bias_or_zero(self) -> Tensor:
         return self.weight.new_zeros(len(self.weight)) if self.bias is None else self.bias
 
-    def scaled(self) -> tuple[float, DummyStatistics]:
-        assert self.scale is not None
-        assert self.statistics is not None
-        return self.scale, self.statistics
-
 
 #: Labels, whether they are proved, and notes.
 Reading = tuple[Tensor, bool, tuple[str, ...]]
 
 
-@dataclass(frozen=True)
-class Rule:
-    read: Callable[[Evidence], Reading]
-    bias: bool = False
-    scale: bool = False
-    single: bool = False
-
-
-def _by_bias_sign(evidence: Evidence) -> Reading:
-    bias = evidence.bias_or_zero
-    negative = len(rules.bias_present(bias))
-    note = (
-        f"{negative} bias entries are negative where one example makes exactly one: the update was "
-        "altered, or is no gradient of one example"
-    )
-    return torch.tensor([rules.bias_label(bias)], device=bias.device), negative == 1, (note,) * (negative != 1)
-
-
-def _by_bias_counts(evidence: Evidence) -> Reading:
-    scale, statistics = evidence.scaled()
-    counts = label_counts_from_bias(evidence.bias_or_zero / scale, evidence.total, statistics.probabilities)
-    return counts_to_labels(counts), False, ()
-
-
-def _by_weight_counts(evidence: Evidence) -> Reading:
-    scale, dummies = evidence.scaled()
-    facts = evidence.total, dummies.probabilities, dummies.feature_sum
-    counts = label_counts_from_weight(evidence.weight / scale, *facts)
-    return counts_to_labels(counts), False, ()
-
-
-RULES: Mapping[str, Rule] = {
-    "idlg": Rule(
-        lambda e: (torch.tensor([rules.idlg_label(e.weight)], device=e.weight.device), False, ()), single=True
-    ),
-    "bias": Rule(_by_bias_sign, bias=True, single=True),
-    "bias_counts": Rule(_by_bias_counts, bias=True, scale=True),
-    "weight_counts": Rule(_by_weight_counts, scale=True),
-    "gradinversion": Rule(lambda e: (rules.gradinversion_labels(e.weight, e.total), False, ())),
-    "llg": Rule(lambda e: (rules.llg_labels(e.weight, e.total), False, ())),
-    "llg_bias": Rule(lambda e: (rules.llg_bias_labels(e.bias_or_zero, e.total), False, ()), bias=True),
+#: What each rule needs besides the gradient of the head's weight: that of its "bias", the update's "scale", that there
+#: is "one" example.
+RULES: Mapping[str, frozenset[str]] = {
+    "idlg": frozenset({"one"}),
+    "bias": frozenset({"bias", "one"}),
+    "bias_counts": frozenset({"bias", "scale"}),
+    "weight_counts": frozenset({"scale"}),
+    "gradinversion": frozenset(),
+    "llg": frozenset(),
+    "llg_bias": frozenset({"bias"}),
 }
 METHODS = ("auto", *RULES)
 
 
-def _readable_total(observation: Observation) -> int:
-    if not observation.task.has_classes:
-        raise UserError(f"the rules read class numbers, and the client's task is {observation.task!r}")
-    if observation.num_examples is None:
-        raise UserError(
-            "num_examples: expected a number, got None. The labels of a batch of unknown size cannot be "
-            "listed; set num_examples in the observation and in its knowledge."
+def _read(method: str, evidence: Evidence) -> Reading:
+    weight, bias, total = evidence.weight, evidence.bias_or_zero, evidence.total
+    if method == "bias":
+        negative = len(rules.bias_present(bias))
+        note = (
+            f"{negative} bias entries are negative where one example makes exactly one: the update was "
+            "altered, or is no gradient of one example"
         )
-    return observation.num_examples
+        return torch.tensor([rules.bias_label(bias)], device=bias.device), negative == 1, (note,) * (negative != 1)
+    if method == "idlg":
+        return torch.tensor([rules.idlg_label(weight)], device=weight.device), False, ()
+    if method == "gradinversion":
+        return rules.gradinversion_labels(weight, total), False, ()
+    if method in ("llg", "llg_bias"):
+        labels = rules.llg_labels(weight, total) if method == "llg" else rules.llg_bias_labels(bias, total)
+        return labels, False, ()
+    scale, dummies = evidence.scale, evidence.statistics
+    assert scale is not None
+    assert dummies is not None
+    if method == "bias_counts":
+        counts = label_counts_from_bias(bias / scale, total, dummies.probabilities)
+    else:
+        counts = label_counts_from_weight(weight / scale, total, dummies.probabilities, dummies.feature_sum)
+    return counts_to_labels(counts), False, ()
 
 
 def _observed_head(observation: Observation) -> Head:
@@ -197,7 +188,7 @@ def _gather(
     read_scale = scale is None and added and bias is not None
     wanted = method == "auto" and total > 1 and (scale is not None or read_scale)
     statistics = None
-    if wanted or (method != "auto" and RULES[method].scale):
+    if wanted or (method != "auto" and "scale" in RULES[method]):
         statistics = _statistics(observation, head, generator, moment)
     if statistics is not None and read_scale and bias is not None:
         scale = scale_from_absent_classes(bias, statistics.probabilities)
@@ -217,15 +208,6 @@ def _choose(evidence: Evidence) -> str:
     # Counting from row sums divides by the mean feature sum: only where this is of one sign for every input.
     steady = statistics is not None and statistics.feature_sum > 2 * statistics.feature_sum_deviation
     return "weight_counts" if steady else "llg"
-
-
-def _check_rule(method: str, rule: Rule, evidence: Evidence, head: Head) -> None:
-    if rule.bias and evidence.bias is None:
-        raise UserError(f"method {method!r} needs a head with a bias; {head.module_name!r} has none")
-    if rule.single and evidence.total != 1:
-        raise UserError(f"method {method!r} reads the label of one example, got num_examples={evidence.total}")
-    if rule.scale and evidence.scale is None:
-        raise UserError(f"method {method!r} needs the update's scale: {evidence.notes[0]}")
 
 
 def _binary_label(observation: Observation, head: Head) -> RecoveredLabels:

@@ -219,13 +219,12 @@ def propositions(net: Structure, input_shape: tuple[int, ...], batch: int) -> tu
     if not two and isinstance(hidden, nn.Linear):
         two = hidden_units(batch, math.prod(input_shape), net.outputs, hidden.out_features)
     results = (one, two, _one_convolution(net, input_shape, batch))
-    return tuple(_apply(f"Proposition {number}", result) for number, result in enumerate(results, start=1))
-
-
-def _apply(name: str, result: SingleExample | HiddenUnits | Filters | str) -> Proposition:
-    if isinstance(result, str):
-        return Proposition(name, False, None, f"does not apply because {result}")
-    return Proposition(name, True, result.met, result.statement, dataclasses.asdict(result))
+    return tuple(
+        Proposition(f"Proposition {number}", False, None, f"does not apply because {result}")
+        if isinstance(result, str)
+        else Proposition(f"Proposition {number}", True, result.met, result.statement, dataclasses.asdict(result))
+        for number, result in enumerate(results, start=1)
+    )
 
 
 def linear_first(net: Structure) -> nn.Linear | str:

@@ -170,7 +170,10 @@ def cramer_rao(
     if decomposition is not None and (isinstance(channel.noise, Mapping) or channel.clip_per != "batch"):
         decomposition = None  # of another matrix
     mapping, channel = _clipped(mapping, channel)
-    mapping, sigma = _in_units_of_noise(mapping, channel)
+    levels = {name: channel.information_level(name) for name in mapping.names}
+    sigma = max(levels.values())
+    if len(set(levels.values())) > 1 and all(levels.values()):  # then in units of the noise on each tensor
+        mapping, sigma = dataclasses.replace(mapping, scales=levels), 1.0
     view = _View.at(mapping, flat, channel, sigma, seed)
     if not bool(torch.isfinite(view.local.value).all()):
         raise UserError("flat: the gradient at this input has NaN or infinite entries; check model and input")
@@ -213,13 +216,6 @@ def _clipped(mapping: GradientMap, channel: Channel) -> tuple[GradientMap, Chann
         return mapping, alone
     inner = dataclasses.replace(mapping.victim, channel=Channel(clip=channel.clip, clip_per=channel.clip_per))
     return dataclasses.replace(mapping, victim=inner), dataclasses.replace(alone, clip=None)
-
-
-def _in_units_of_noise(mapping: GradientMap, channel: Channel) -> tuple[GradientMap, float]:
-    levels = {name: channel.information_level(name) for name in mapping.names}
-    if len(set(levels.values())) == 1 or not all(levels.values()):
-        return mapping, max(levels.values())
-    return dataclasses.replace(mapping, scales=levels), 1.0
 
 
 def _decomposed(

@@ -8,6 +8,7 @@ update is explained. All of it is linear and local, and none of it knows the tru
 its entries with random signs take the place of entries: sizes are then right to a factor of two or so.
 """
 
+import contextlib
 import math
 from typing import Any
 
@@ -20,16 +21,17 @@ from leakscope.contracts.channel import Channel
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import RECOVERED, Diagnosis, DiagnosisOutcome, Reconstruction
 from leakscope.limits.effort import Effort, effort_of
+from leakscope.limits.jacobian import MAX_UNKNOWNS, QUICK_UNKNOWNS
 from leakscope.matching import GradientMap
 from leakscope.matching.determinacy import free_directions
 from leakscope.matching.least_squares import SKETCH
 
 #: A result that leaves more of the update than this says nothing of the place where the inputs lie.
 EXPLAINED = 0.1
-#: Unknowns, unknowns times entries, and operations up to which the Jacobian is made without being asked for: seconds.
-QUICK_UNKNOWNS, QUICK_WORK, QUICK_COLUMNS_WORK = 1024, 2**27, 2e10
+#: Unknowns times entries, and operations up to which the Jacobian is made without being asked for: seconds.
+QUICK_WORK, QUICK_COLUMNS_WORK = 2**27, 2e10
 #: ... and at all: minutes, and a gigabyte or two.
-MAX_UNKNOWNS, MAX_WORK, THOROUGH_COLUMNS_WORK = 5000, 2**32, 5e11
+MAX_WORK, THOROUGH_COLUMNS_WORK = 2**32, 5e11
 #: Products with a Jacobian that is not made: at least and at most, and operations of them all, which are seconds.
 PROBES, PROBES_WORK = (100, 3000), 5e9
 #: Above so many numbers in it the Jacobian is sketched.
@@ -68,7 +70,11 @@ def diagnose(observation: Observation, result: Reconstruction, *, thorough: bool
             # Under known noise a result far from the inputs is no failure that free directions would have to explain.
             return undecided if _known_noise(observation) else _by_probes(mapping, flat, observed, effort, undecided)
         columns = SKETCH * unknowns if entries * unknowns > EXACT_ENTRIES else None
-        matrix = _jacobian(mapping, flat, columns, narrow=observation.dtype == torch.float32)
+        matrix: Tensor | None = None
+        if observation.dtype == torch.float32:  # no finer than the update itself, which is several times faster
+            with contextlib.suppress(RuntimeError):  # some kernels have no derivative: those of recurrent layers, say
+                matrix = mapping.narrow().jacobian(flat.float(), columns=columns)
+        matrix = mapping.jacobian(flat, columns=columns) if matrix is None else matrix
         value, pull = vjp(mapping, flat)[:2]
         rest = observed - value.detach()
         right = pull(rest)[0].detach()
@@ -107,16 +113,6 @@ def _known_noise(observation: Observation) -> float:
     """Return the least noise that is known to be on every entry, so that it hides no more than it does."""
     channel = observation.channel
     return 0.0 if channel is None else min(channel.information_level(name) for name in observation.message.update)
-
-
-def _jacobian(mapping: GradientMap, flat: Tensor, columns: int | None, *, narrow: bool) -> Tensor:
-    """Make it no finer than the update itself: float32 is several times faster, but some kernels have no derivative."""
-    if narrow:
-        try:
-            return mapping.narrow().jacobian(flat.float(), columns=columns)
-        except RuntimeError:  # those of recurrent layers, for one
-            pass
-    return mapping.jacobian(flat, columns=columns)
 
 
 def explain(

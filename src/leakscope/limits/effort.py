@@ -6,7 +6,6 @@ is quick however large it is; and by count, not time, the answer is the same on 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -111,7 +110,8 @@ class _Count(TorchFunctionMode):
         if rule is not None and made:
             self.operations += rule(inputs, made[0])
         if name in _RECURRENT:
-            self.rows_of_steps += _rows_of_steps(inputs, made[0])
+            # Every example takes the steps of its sequence in each layer and direction, which have two matrices each.
+            self.rows_of_steps += _rows(made[0]) * sum(weights.dim() == 2 for weights in inputs) // 2
         if self.operations > MAX_OPERATIONS:
             raise _PassEnded
         return answer
@@ -130,23 +130,8 @@ def _per_number(inputs: list[Tensor], made: Tensor) -> int:
     return 2 * made.numel() * inputs[1].numel() // max(1, len(inputs[1]))
 
 
-def _recurrent(inputs: list[Tensor], made: Tensor) -> int:
-    """Every step of the sequence reads all weights."""
-    return 2 * _rows(made) * sum(math.prod(weights.shape) for weights in inputs if weights.dim() == 2)
-
-
 def _rows(made: Tensor) -> int:
     return made.numel() // made.shape[-1]
-
-
-def _rows_of_steps(inputs: list[Tensor], made: Tensor) -> int:
-    """Every example takes the steps of its sequence in each layer and direction, which have two matrices each."""
-    return _rows(made) * sum(weights.dim() == 2 for weights in inputs) // 2
-
-
-def _self_attention(inputs: list[Tensor], made: Tensor) -> int:
-    """The projections; torch counts nothing inside of this function."""
-    return 2 * inputs[0].numel() * sum(len(weights) for weights in inputs[3:] if weights.dim() == 2)
 
 
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -158,7 +143,14 @@ _OPERATIONS: Mapping[str, Callable[[list[Tensor], Tensor], int]] = {
     **dict.fromkeys(
         ("matmul", "__matmul__", "bmm", "mm", "einsum"), lambda inputs, made: 2 * made.numel() * inputs[0].shape[-1]
     ),
-    **dict.fromkeys(_RECURRENT, _recurrent),
+    # Every step of the sequence reads all weights.
+    **dict.fromkeys(
+        _RECURRENT,
+        lambda inputs, made: 2 * _rows(made) * sum(weights.numel() for weights in inputs if weights.dim() == 2),
+    ),
     "scaled_dot_product_attention": lambda inputs, _: 4 * inputs[0].numel() * inputs[1].shape[-2],
-    "multi_head_attention_forward": _self_attention,
+    # The projections; torch counts nothing inside of this function.
+    "multi_head_attention_forward": lambda inputs, _: (
+        2 * inputs[0].numel() * sum(len(weights) for weights in inputs[3:] if weights.dim() == 2)
+    ),
 }

@@ -25,11 +25,8 @@ from torch import Tensor, nn
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import ValueRange
 from leakscope.equations.constraints import generic_rank, stage_system
-from leakscope.equations.linear_system import LinearSystem
+from leakscope.equations.linear_system import MAX_RANKED, LinearSystem
 from leakscope.network.chain import Chain, Stage, read_chain
-
-#: Ranks are computed where the smaller of rows and unknowns is at most this; 6000 take about ten seconds.
-MAX_UNKNOWNS = 6000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +65,7 @@ def layer_systems(
     num_classes: int | None = None,
     value_range: ValueRange | None = None,
     seed: int = 0,
-    max_unknowns: int = MAX_UNKNOWNS,
+    max_unknowns: int = MAX_RANKED,
 ) -> tuple[LayerSystem, ...]:
     """Return the linear system of every stage, input first, at a random input in the box ([0, 1]), in float64.
 

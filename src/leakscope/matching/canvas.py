@@ -76,12 +76,9 @@ class Pixels:
         # Published code draws N(0, 1) in whatever space it searches; only the middle has its place.
         return inputs.from_unit(picture) if self.start == "grey" and self.space == "model" else picture
 
-    def project(self, picture: Tensor, inputs: InputSpace) -> Tensor:
-        project = inputs.project_unit if self.space == "unit" else inputs.project
-        return project(picture) if self.clamp else picture
-
     def project_rows(self, rows: Tensor, inputs: InputSpace) -> Tensor:
-        return self.project(rows.reshape(-1, *inputs.shape), inputs).reshape(rows.shape) if self.clamp else rows
+        project = inputs.project_unit if self.space == "unit" else inputs.project
+        return project(rows.reshape(-1, *inputs.shape)).reshape(rows.shape) if self.clamp else rows
 
     def draw(self, row: Tensor, count: int, inputs: InputSpace) -> Tensor:
         return row.reshape(count, *inputs.shape)
@@ -115,7 +112,7 @@ ATTENTIVE_LEVEL = 1
 class Block(nn.Module):
     """Two 3x3 convolutions behind group norm, added to the input; features, where there are any, in between."""
 
-    def __init__(self, inputs: int, outputs: int, features: int) -> None:
+    def __init__(self, inputs: int, outputs: int, features: int, attentive: bool) -> None:
         super().__init__()
         self.norm1 = _norm(inputs)
         self.conv1 = nn.Conv2d(inputs, outputs, 3, padding=1)
@@ -123,12 +120,13 @@ class Block(nn.Module):
         self.norm2 = _norm(outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1)
         self.shortcut = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
+        self.attention = Attention(outputs) if attentive else nn.Identity()
 
     def forward(self, x: Tensor, features: Tensor | None) -> Tensor:
         inner = self.conv1(F.silu(self.norm1(x)))
         if self.feature is not None and features is not None:
             inner = inner + self.feature(features)[:, :, None, None]
-        return self.shortcut(x) + self.conv2(F.silu(self.norm2(inner)))
+        return self.attention(self.shortcut(x) + self.conv2(F.silu(self.norm2(inner))))
 
 
 class Attention(nn.Module):
@@ -158,18 +156,18 @@ class UNet(nn.Module):
         for level, outputs in enumerate(widths):
             stage = nn.ModuleList()
             for _ in range(plan.blocks):
-                stage.append(_Stage(width, outputs, inner, level == ATTENTIVE_LEVEL))
+                stage.append(Block(width, outputs, inner, level == ATTENTIVE_LEVEL))
                 width = outputs
                 kept.append(width)
             self.down.append(stage)
             if level + 1 < len(widths):
                 self.shrink.append(nn.Conv2d(width, width, 3, stride=2, padding=1))
                 kept.append(width)
-        self.middle1, self.middle2 = _Stage(width, width, inner, True), _Stage(width, width, inner, False)
+        self.middle1, self.middle2 = Block(width, width, inner, True), Block(width, width, inner, False)
         for level, outputs in reversed(list(enumerate(widths))):
             stage = nn.ModuleList()
             for _ in range(plan.blocks + 1):
-                stage.append(_Stage(width + kept.pop(), outputs, inner, level == ATTENTIVE_LEVEL))
+                stage.append(Block(width + kept.pop(), outputs, inner, level == ATTENTIVE_LEVEL))
                 width = outputs
             self.up.append(stage)
             if level:
@@ -195,17 +193,6 @@ class UNet(nn.Module):
             if level < len(self.grow):
                 x = self.grow[level](x.repeat_interleave(2, 2).repeat_interleave(2, 3))
         return self.last(F.silu(self.norm(x)))
-
-
-class _Stage(nn.Module):
-    def __init__(self, inputs: int, outputs: int, features: int, attentive: bool) -> None:
-        super().__init__()
-        self.block = Block(inputs, outputs, features)
-        self.attention = Attention(outputs) if attentive else None
-
-    def forward(self, x: Tensor, features: Tensor | None) -> Tensor:
-        x = self.block(x, features)
-        return x if self.attention is None else self.attention(x)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -256,20 +243,18 @@ class Drawing:
         parts = zip(shapes.items(), row.split([math.prod(shape) for shape in shapes.values()]), strict=True)
         weights = {name: part.reshape(shape) for (name, shape), part in parts}
         noise = weights.pop("noise").detach()
-        drawn: Tensor = functional_call(self._net(inputs), weights, (noise, self._known(count, row)))
+        known = None
+        if self.features is not None:
+            if len(self.features) != count:
+                raise UserError(f"features: expected one row for each of {count} examples, got {len(self.features)}")
+            known = F.normalize(self.features.to(row), dim=1) * math.sqrt(self.features.shape[1])
+        drawn: Tensor = functional_call(self._net(inputs), weights, (noise, known))
         _, height, width = _plane(inputs)
         drawn = drawn[:, :, :height, :width].reshape(count, *inputs.shape)
         return torch.sigmoid(drawn) if inputs.bounded else drawn
 
     def to_model(self, picture: Tensor, inputs: InputSpace) -> Tensor:
         return inputs.from_unit(picture)
-
-    def _known(self, count: int, like: Tensor) -> Tensor | None:
-        if self.features is None:
-            return None
-        if len(self.features) != count:
-            raise UserError(f"features: expected one row for each of {count} examples, got {len(self.features)}")
-        return F.normalize(self.features.to(like), dim=1) * math.sqrt(self.features.shape[1])
 
     def _noise_shape(self, count: int, inputs: InputSpace) -> tuple[int, int, int, int]:
         channels, *sides = _plane(inputs)

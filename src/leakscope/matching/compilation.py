@@ -8,8 +8,7 @@ prior's weight is in it. What the compiler made lies on disk for other processes
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -55,7 +54,8 @@ class CompiledFunctions:
     def get(self, function: Function, inputs: Sequence[Tensor]) -> Compiled:
         with _explained("traced"):
             graph, constants = _trace(function, inputs)
-        described = _described((*inputs, *constants))
+        each = [f"{v.dtype} {v.device} {tuple(v.shape)} {v.stride()}" for v in (*inputs, *constants)]
+        described = "; ".join([f"{torch.get_num_threads()} threads", *each])
         key = (graph.code, described)
         because = self._reason(key)
         fresh = because != REUSED
@@ -102,11 +102,6 @@ def _trace(function: Function, inputs: Sequence[Tensor]) -> tuple[GraphModule, t
     return GraphModule({}, graph), tuple(constants)
 
 
-def _described(tensors: Sequence[Tensor]) -> str:
-    each = [f"{value.dtype} {value.device} {tuple(value.shape)} {value.stride()}" for value in tensors]
-    return "; ".join([f"{torch.get_num_threads()} threads", *each])
-
-
 def _compile(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
     # Probing what the processor's flags say already starts three processes.
     options: dict[str, Any] = {} if PROBE in os.environ else {"cpp.vec_isa_ok": True}
@@ -130,9 +125,11 @@ def _directory() -> Iterator[None]:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     before = os.environ.get(DIRECTORY)
-    folder = cache_home() / "compiled"
+    folder, usable = cache_home() / "compiled", False
+    with suppress(OSError):
+        usable = os.access(private_folder(folder), os.W_OK)
     # The compiler writes its default into the environment as soon as it is imported: that is nobody's choice.
-    if before in (None, os.path.abspath(default_cache_dir())) and _usable(folder):
+    if before in (None, os.path.abspath(default_cache_dir())) and usable:
         os.environ[DIRECTORY] = str(folder.absolute())
     try:
         yield
@@ -141,13 +138,6 @@ def _directory() -> Iterator[None]:
             os.environ.pop(DIRECTORY, None)
         else:
             os.environ[DIRECTORY] = before
-
-
-def _usable(folder: Path) -> bool:
-    try:
-        return os.access(private_folder(folder), os.W_OK)
-    except OSError:
-        return False
 
 
 @contextmanager

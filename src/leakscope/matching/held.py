@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from leakscope.contracts.inputs import InputSpace
-from leakscope.matching.canvas import Pixels
 from leakscope.matching.optimisers import Adam, schedule_factor
 from leakscope.matching.priors import total_variation
 from leakscope.matching.search import Evaluation, SearchResult, Watch, search
@@ -62,11 +61,8 @@ MASKS = replace(WHOLE, name="masks")
 WEIGHTINGS: tuple[Weighting, ...] = (DEPTH, FEATURES, EQUAL, WHOLE)
 
 
-@dataclass(frozen=True, eq=False)
-class _Term:
-    parameter: nn.Parameter
-    target: Tensor
-    scale: Tensor
+#: A weight, its observed gradient, and what each entry's difference from that is multiplied by.
+Term = tuple[nn.Parameter, Tensor, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +85,6 @@ class HeldMatching:
     tv: float = 0.2
     least_tv: float = 0.0
     optimiser: Adam = Adam()
-    canvas: Pixels = field(default=Pixels())
     angle: bool = False
     survivors: Mapping[str, Tensor] = field(default_factory=dict)
     seen: Tensor | None = None
@@ -102,7 +97,7 @@ class HeldMatching:
         return (len(self.features), *self.inputs.shape)
 
     def start(self, generator: torch.Generator) -> Tensor:
-        return self.canvas.initial(len(self.features), self.inputs, generator, self.features).flatten()[None]
+        return self.inputs.start("grey", len(self.features), generator, self.features).flatten()[None]
 
     def start_near(self, inputs: Tensor) -> Tensor:
         return self.inputs.to_unit(inputs).flatten()[None]
@@ -123,11 +118,10 @@ class HeldMatching:
                 distance = weighting.features * self._apart(found, sizes)
                 if terms:
                     total = (found * self.adjoints).sum()
-                    weights = [term.parameter for term in terms]
-                    own = torch.autograd.grad(total, weights, create_graph=True, allow_unused=True)
-                    for term, value in zip(terms, own, strict=True):
+                    own = torch.autograd.grad(total, [one[0] for one in terms], create_graph=True, allow_unused=True)
+                    for (_, target, scale), value in zip(terms, own, strict=True):
                         if value is not None:  # a weight that acts behind the cut only
-                            distance = distance + ((value - term.target).abs() * term.scale).sum()
+                            distance = distance + ((value - target).abs() * scale).sum()
                 # The prior leads from afar, and near the end it misleads.
                 prior = self.tv * max(self.least_tv, schedule_factor("cosine", step, iterations))
                 objective = distance + prior * total_variation(pictures) if prior else distance
@@ -136,8 +130,8 @@ class HeldMatching:
 
         run = partial(search, evaluate, start, self.optimiser, project=self.project, keep="last")
         try:
-            for term in terms:
-                term.parameter.requires_grad_(True)
+            for weight, _, _ in terms:
+                weight.requires_grad_(True)
             return run(iterations=iterations, watch=watch)
         finally:
             self.model.requires_grad_(False)
@@ -155,20 +149,19 @@ class HeldMatching:
         return row.reshape(self.shape)
 
     def to_model(self, pictures: Tensor) -> Tensor:
-        return self.canvas.to_model(pictures, self.inputs)
+        return self.inputs.from_unit(pictures)
 
     def project(self, rows: Tensor) -> Tensor:
-        pictures = rows.reshape(-1, *self.inputs.shape)
-        return self.canvas.project(pictures, self.inputs).reshape(rows.shape)
+        return self.inputs.project_unit(rows.reshape(-1, *self.inputs.shape)).reshape(rows.shape)
 
-    def _terms(self, weighting: Weighting) -> list[_Term]:
+    def _terms(self, weighting: Weighting) -> list[Term]:
         names, terms = [name for name in self.gradients if weighting.first or name not in self.first], []
         for name, weight in zip(reversed(names), weighting.layers(len(names)), strict=True):
             target = self.gradients[name]
             scale = _row_scale(target, weighting.level_rows) * self.survivors.get(name, 1.0)
             size = (target.abs() * scale).sum()
             if bool(size > 0):
-                terms.append(_Term(self.model.get_parameter(name), target, weight * scale / size))
+                terms.append((self.model.get_parameter(name), target, weight * scale / size))
         return terms
 
 
@@ -200,7 +193,8 @@ class DroppedMatching(HeldMatching):
         return math.prod(self.shape)
 
     def start(self, generator: torch.Generator) -> Tensor:
-        return self._with_masks(super().start(generator))
+        pixels, count = super().start(generator), sum(shape.numel() for shape in self._shapes.values())
+        return torch.cat([pixels, pixels.new_full((1, count), (1 - self.probability) / PACE)], 1)
 
     def pictures(self, row: Tensor) -> Tensor:
         return row.flatten()[: self.pixels].reshape(self.shape)
@@ -220,10 +214,6 @@ class DroppedMatching(HeldMatching):
 
     def _masked(self, name: str, x: Tensor) -> Tensor:
         return x * self._masks.get(name, 1.0)
-
-    def _with_masks(self, pixels: Tensor) -> Tensor:
-        count = sum(shape.numel() for shape in self._shapes.values())
-        return torch.cat([pixels, pixels.new_full((1, count), (1 - self.probability) / PACE)], 1)
 
 
 def searched_layers(model: nn.Module, layer: str, dropped: Sequence[str], blank: Tensor) -> list[str]:

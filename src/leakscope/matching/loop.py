@@ -184,22 +184,14 @@ def _flags(problem: Problem, result: SearchResult, winner: int, iterations: int)
         flags.append("non-finite restart")
     if result.still_falling(winner, iterations, lambda row: problem.unpack(row)[0]):
         flags.append("did not converge")
-    if _restarts_disagree(problem, result, winner):
-        flags.append("restarts disagree")
-    return tuple(flags)
-
-
-def _restarts_disagree(problem: Problem, result: SearchResult, winner: int) -> bool:
     objectives = result.judged[:, 0]
     rivals = result.alive & (objectives <= 1.1 * objectives[winner] + 1e-12)
-    chosen = problem.unpack(result.points[winner])[0]
-    for row in torch.nonzero(rivals).flatten().tolist():
-        other = problem.unpack(result.points[row])[0]
-        # Equal labels leave the order of examples open: compare each with its nearest counterpart.
-        gap = torch.cdist(chosen.flatten(1), other.flatten(1), p=1).min(1).values / chosen[0].numel()
-        if float(gap.max()) > 0.1:
-            return True
-    return False
+    chosen, *others = (problem.unpack(row)[0].flatten(1) for row in (result.points[winner], *result.points[rivals]))
+    # Equal labels leave the order of examples open: compare each with its nearest counterpart.
+    gaps = (torch.cdist(chosen, other, p=1).min(1).values.max() / chosen.shape[1] for other in others)
+    if any(float(gap) > 0.1 for gap in gaps):
+        flags.append("restarts disagree")
+    return tuple(flags)
 
 
 def _thin(curves: list[Tensor]) -> list[list[float]]:

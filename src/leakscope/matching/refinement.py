@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from leakscope.equations.conjugate_gradients import conjugate_gradients
 from leakscope.matching.gradient_map import GradientMap
 
 #: The noise that rounding to float32 leaves on a gradient behind some layers, relative to its tensor: 3e-7 to 5e-7 on
@@ -54,38 +55,15 @@ def refine(mapping: GradientMap, observed: Tensor, start: Tensor, spread: Spread
         return pull(products.backward(rows.float()).double())[0]
 
     def solve(rows: Tensor) -> Tensor:
-        return conjugate_gradients(lambda c: c + backward(forward(c)), backward(rows), steps)
+        return conjugate_gradients(lambda c: c + backward(forward(c)), backward(rows), steps, tolerance=0.0)
 
     x = start + spread(solve(observed - mapping(start)))
     draws = torch.Generator().manual_seed(0)
     drawn = torch.randn(unknowns, generator=draws, dtype=torch.float64).to(start)
     noise = torch.randn(len(observed), generator=draws, dtype=torch.float64).to(start)
     left = drawn - solve(forward(drawn) + noise)
-    more = _most_ratio(mapping, observed - mapping(x), forward(left) + noise)
-    return Refined(x, float(spread(left).square().mean().sqrt()) * max(1.0, more))
-
-
-def conjugate_gradients(normal: Callable[[Tensor], Tensor], right: Tensor, steps: int) -> Tensor:
-    """Solve normal(c) = right in so many iterations, from zero.
-
-    >>> conjugate_gradients(lambda c: torch.tensor([2.0, 4.0]) * c, torch.tensor([2.0, 2.0]), 2).tolist()
-    [1.0, 0.5]
-    """
-    found, rest = torch.zeros_like(right), right.clone()
-    direction, size = rest, rest @ rest
-    for _ in range(steps):
-        if not float(size) > 0:
-            break
-        image = normal(direction)
-        step = size / (direction @ image)
-        found, rest = found + step * direction, rest - step * image
-        before, size = size, rest @ rest
-        direction = rest + size / before * direction
-    return found
-
-
-def _most_ratio(mapping: GradientMap, residual: Tensor, rehearsed: Tensor) -> float:
-    """Return how many times as large as rehearsed the residual of a tensor is, at most."""
+    # The residual of some tensor may be larger than rehearsed, and the error then is, too.
     sizes = [value.numel() for value in mapping.victim.tensors.weights.values()]
-    pairs = zip(residual.split(sizes), rehearsed.split(sizes), strict=True)
-    return max(float(part.norm() / other.norm()) for part, other in pairs)
+    residual, rehearsed = ((observed - mapping(x)).split(sizes), (forward(left) + noise).split(sizes))
+    more = max(float(part.norm() / other.norm()) for part, other in zip(residual, rehearsed, strict=True))
+    return Refined(x, float(spread(left).square().mean().sqrt()) * max(1.0, more))

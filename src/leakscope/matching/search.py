@@ -102,7 +102,7 @@ def search(
             best_judged = torch.full_like(judged, math.inf)
         values, best_values = judged[:, 0], best_judged[:, 0]
         better = values < best_values
-        if _all_finite(objectives, values, gradients):
+        if math.isfinite(sum(float(value.sum()) for value in (objectives, values, gradients))):
             usable = every
         else:
             usable = torch.isfinite(objectives) & torch.isfinite(values) & torch.isfinite(gradients).all(1)
@@ -133,7 +133,3 @@ def search(
     if keep == "last":
         return SearchResult(state.ask(), judged, alive, settled, curves)
     return SearchResult(best, best_judged, alive, settled, curves)
-
-
-def _all_finite(*tensors: Tensor) -> bool:
-    return math.isfinite(sum(float(value.sum()) for value in tensors))

@@ -51,8 +51,11 @@ class LocalOptimiser:
 
     def advance(self, state: Tensor, gradient: Tensor, factors: Tensor) -> Tensor:
         if self.name == "adam":
-            mean, square, _, divisor = self._moments(state, gradient, factors)
-            return torch.stack([state[0] - factors[0] * mean / divisor, mean, square])
+            mean = ADAM_DECAYS[0] * state[1] + (1 - ADAM_DECAYS[0]) * gradient
+            square = ADAM_DECAYS[1] * state[2] + (1 - ADAM_DECAYS[1]) * gradient.square()
+            # The derivative of a root of zero is infinite: weights that never saw a gradient.
+            root = torch.where(square > 0, square, 1.0).sqrt() * (square > 0)
+            return torch.stack([state[0] - factors[0] * mean / (factors[1] * root + ADAM_EPSILON), mean, square])
         if self.momentum:
             velocity = self.momentum * state[1] + gradient
             return torch.stack([state[0] - self.rate * velocity, velocity])
@@ -60,27 +63,8 @@ class LocalOptimiser:
 
     def pull(self, state: Tensor, gradient: Tensor, factors: Tensor, adjoint: Tensor) -> tuple[Tensor, Tensor]:
         """Pull the adjoint of the state after a step back to the state before and to the gradient."""
-        if self.name == "adam":
-            mean, _, root, divisor = self._moments(state, gradient, factors)
-            slope = factors[0] * adjoint[0] / divisor
-            # The root has no derivative at zero, where the mean is zero too: weights that never saw a gradient.
-            squares = adjoint[2] + slope * factors[1] * mean / (2 * divisor * torch.where(root > 0, root, 1.0))
-            means = adjoint[1] - slope
-            first, second = ADAM_DECAYS
-            before = torch.stack([adjoint[0], first * means, second * squares])
-            return before, (1 - first) * means + 2 * (1 - second) * gradient * squares
-        if self.momentum:
-            velocity = adjoint[1] - self.rate * adjoint[0]
-            return torch.stack([adjoint[0], self.momentum * velocity]), velocity
-        return adjoint, -self.rate * adjoint[0]
-
-    def _moments(self, state: Tensor, gradient: Tensor, factors: Tensor) -> tuple[Tensor, ...]:
-        """Return Adam's mean and mean square after the gradient, the latter's root, and the divisor of the step."""
-        mean = ADAM_DECAYS[0] * state[1] + (1 - ADAM_DECAYS[0]) * gradient
-        square = ADAM_DECAYS[1] * state[2] + (1 - ADAM_DECAYS[1]) * gradient.square()
-        # Autograd's derivative of a root of zero is infinite.
-        root = torch.where(square > 0, square, 1.0).sqrt() * (square > 0)
-        return mean, square, root, factors[1] * root + ADAM_EPSILON
+        before, toward = vjp(lambda s, g: self.advance(s, g, factors), state, gradient)[1](adjoint)
+        return before, toward
 
 
 class LocalSteps:
@@ -361,7 +345,10 @@ class UnrolledSteps:
         if victim.records:
             # Of all examples at the first weights, as the statistics that they are compared with.
             recorded = victim.loss(tensors, x, targets)[1]
-        steps = self._steps_of(victim)
+        if not self._steps or self._steps[0].victim is not victim:
+            optimiser = LocalOptimiser(rate=self.learning_rate, name=self.optimizer, momentum=self.momentum)
+            self._steps[:] = [LocalSteps(victim, optimiser, self.order, self.compiled)]
+        (steps,) = self._steps
         weights = steps.flatten(tensors.weights.values())
         if self.checkpoint:
             moved = Replay.apply(steps, x, targets, weights)[0]
@@ -371,9 +358,3 @@ class UnrolledSteps:
                 state = steps.pure_advance(state, *steps.batch(number, x, targets))
             moved = weights - state[0]
         return victim.sent_update(steps.unflatten(moved), tensors), recorded
-
-    def _steps_of(self, victim: Victim) -> LocalSteps:
-        if not self._steps or self._steps[0].victim is not victim:
-            optimiser = LocalOptimiser(rate=self.learning_rate, name=self.optimizer, momentum=self.momentum)
-            self._steps[:] = [LocalSteps(victim, optimiser, self.order, self.compiled)]
-        return self._steps[0]

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from leakscope.attacks.cafe.data import Data, RoundSearch, invert
-from leakscope.attacks.cafe.rounds import Rounds, RunningSteps, Steps, settle, solve, unexplained_by
+from leakscope.attacks.cafe.rounds import Rounds, RunningSteps, Steps, Tables, settle, share_unexplained, solve
 from leakscope.attacks.gradient_matching import require_searchable
 from leakscope.contracts.attack import Attack, Progress
 from leakscope.contracts.errors import UserError
@@ -115,40 +115,41 @@ class CAFE(Attack):
         self, observation: Observation, generator: torch.Generator, progress: Progress | None = None
     ) -> Reconstruction:
         rounds = Rounds.of(observation)
-        labels = self._labels(rounds)
+        targets, how, uncertain, remarks = self._labels(rounds)
         simulates = self.method != "direct"  # gradients, for which labels and the weights of every round are needed
-        if simulates and labels.targets is None:
+        if simulates and targets is None:
             require_searchable(observation)
-        data, evidence = self._recover(rounds, labels.targets, generator, progress)
-        flags, notes, diagnosis = ((), (), None) if evidence is None else _opinion(rounds, evidence)
+        data, solved, left = self._recover(rounds, targets, generator, progress)
+        flags, notes, diagnosis = ((), (), None) if solved is None else _opinion(rounds, solved, left)
         unsimulated = simulates and observation.training.learning_rate is None
-        flags = (*labels.flags, *(("steps not simulated",) if unsimulated else ()), *flags)
+        flags = (*uncertain, *(("steps not simulated",) if unsimulated else ()), *flags)
         searched = None if data.label_logits is None else observation.task.decode(data.label_logits)
         info: dict[str, Any] = {
-            "labels": labels.how,
+            "labels": how,
             "rounds": len(rounds.batches),
             "index_rank": rounds.identifiability.rank,
             "steps": self.iterations,
             "restarts": 1,
             "compiled": False,
         }
-        if evidence is not None:
-            info |= {} if evidence.expected_error is None else {"expected_error": evidence.expected_error}
-            info["unexplained"] = evidence.unexplained
+        if solved is not None:
+            info |= {} if simulates else {"expected_error": solved.error}
+            info["unexplained"] = left
         return Reconstruction(
             inputs=data.inputs,
-            labels=labels.targets if searched is None else searched,
+            labels=targets if searched is None else searched,
             scores=data.scores,
             history={"objective": [data.curve[:: -(-len(data.curve) // 200)]]} if data.curve else {},
             flags=tuple(dict.fromkeys(flags)),
-            notes=(*labels.notes, *notes),
+            notes=(*remarks, *notes),
             info=info,
             diagnosis=diagnosis,
         )
 
     def _recover(
         self, rounds: Rounds, targets: Tensor | None, generator: torch.Generator, progress: Progress | None
-    ) -> tuple[Data, _Evidence | None]:
+    ) -> tuple[Data, Tables | None, float]:
+        """Return the data, what steps I and II can determine, and the share that the tables leave unexplained."""
         if self.method == "direct":
             solved = solve(rounds)
             # The larger the error of the representations, the more the prior counts.
@@ -156,30 +157,31 @@ class CAFE(Attack):
             weight, fade = self.representation * (1 - error**2), max(self.fade, error)
             settings = dataclasses.replace(self, representation=weight, fade=fade)
             data = invert(settings, rounds, solved.inputs, solved.determined, generator, progress)
-            return data, _Evidence(solved.determined, solved.unexplained, solved.unexplained, solved.error)
+            return data, solved, solved.unexplained
         if self.method == "gradients":
-            return RoundSearch(self, rounds, targets, generator).run((), progress), None
+            return RoundSearch(self, rounds, targets, generator).run((), progress), None, 0.0
         tables = [RunningSteps.start(self, rounds.samples, layer, generator) for layer in rounds.layers]
         if self.method == "nested":
             settle(rounds, tables, self.first_iterations)
         search = RoundSearch(self, rounds, targets, generator)
         data = search.run(tables, progress, move_tables=self.method == "single-loop")
         # What can be determined is a matter of the rounds, not of how far the loop came.
-        best = solve(rounds)
-        return data, _Evidence(best.determined, unexplained_by(rounds, tables), best.unexplained)
+        reached = [table.output_gradients for table in tables], [table.inputs for table in tables]
+        complete = rounds.identifiability.identifiable
+        return data, solve(rounds), share_unexplained(rounds.messages, rounds.layers, *reached, complete=complete)
 
-    def _labels(self, rounds: Rounds) -> _Labels:
+    def _labels(self, rounds: Rounds) -> tuple[Tensor | None, str, tuple[str, ...], tuple[str, ...]]:
+        """Return the labels, how they were found, flags and notes."""
         observation = rounds.observation
         if observation.labels is not None:
-            return _Labels(observation.labels, "known")
+            return observation.labels, "known", (), ()
         if self.labels == "joint":
-            return _Labels(None, "joint")
+            return None, "joint", (), ()
         try:
             bias = _head_bias(rounds)
         except ValueError as error:
             how = "not recovered" if self.method == "direct" else "searched along"
-            note = f"labels {how}, for they cannot be read: {error}"
-            return _Labels(None, how, ("labels uncertain",), (note,))
+            return None, how, ("labels uncertain",), (f"labels {how}, for they cannot be read: {error}",)
         (rows,), _, _ = rounds.solve_output_gradients([bias])
         # (p - y) / K: only the label's own entry is negative. One output: the sign itself tells.
         single = rows.shape[1] == 1
@@ -187,25 +189,7 @@ class CAFE(Attack):
         determined = bool(rounds.identifiability.determined.all())
         clear = determined and (single or bool(((rows < 0).sum(1) == 1).all()))
         flags = () if clear else ("labels uncertain",)
-        return _Labels(labels.to(observation.device), "step I on the last layer", flags)
-
-
-@dataclass(frozen=True, eq=False)
-class _Labels:
-    targets: Tensor | None
-    how: str
-    flags: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, eq=False)
-class _Evidence:
-    """Hold what steps I and II say of their own result; ``determined`` (workers, samples), the others are shares."""
-
-    determined: Tensor
-    unexplained: float
-    least_unexplained: float
-    expected_error: float | None = None
+        return labels.to(observation.device), "step I on the last layer", flags, ()
 
 
 def _head_bias(rounds: Rounds) -> str:
@@ -220,8 +204,8 @@ def _head_bias(rounds: Rounds) -> str:
     return head.bias_name
 
 
-def _opinion(rounds: Rounds, evidence: _Evidence) -> tuple[tuple[str, ...], tuple[str, ...], Diagnosis]:
-    identifiability, hidden = rounds.identifiability, ~evidence.determined
+def _opinion(rounds: Rounds, solved: Tables, left: float) -> tuple[tuple[str, ...], tuple[str, ...], Diagnosis]:
+    identifiability, hidden = rounds.identifiability, ~solved.determined
     flags: list[str] = []
     notes: list[str] = []
     outcome: Literal["not identifiable", "undecided"] = "undecided"
@@ -235,11 +219,11 @@ def _opinion(rounds: Rounds, evidence: _Evidence) -> tuple[tuple[str, ...], tupl
         names = [f"{int(row.sum())} for {layer.share.name!r}" for layer, row in rows if row.any()]
         notes.append(f"samples whose representation the rounds do not determine: {', '.join(names)}")
         outcome, reason = "not identifiable", notes[0]
-    if evidence.unexplained > AGREEMENT:
-        flags.append("rounds disagree" if evidence.least_unexplained > AGREEMENT else "did not converge")
-        share = f"{evidence.unexplained:.1%} of the gradients of the first dense layers"
+    if left > AGREEMENT:
+        flags.append("rounds disagree" if solved.unexplained > AGREEMENT else "did not converge")
+        share = f"{left:.1%} of the gradients of the first dense layers"
         notes.append(f"{share} are not explained by one row per sample")
         outcome, reason = "undecided", notes[-1]
     unknowns = rounds.samples * rounds.observation.inputs.size
-    diagnosis = Diagnosis(outcome=outcome, reason=reason, unknowns=unknowns, residual=evidence.unexplained)
+    diagnosis = Diagnosis(outcome=outcome, reason=reason, unknowns=unknowns, residual=left)
     return tuple(flags), tuple(notes), diagnosis

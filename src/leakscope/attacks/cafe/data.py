@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,8 +17,9 @@ from torch.func import grad_and_value
 
 from leakscope.attacks.cafe.rounds import Rounds, RunningSteps
 from leakscope.contracts.attack import Progress
+from leakscope.contracts.inputs import InputSpace
 from leakscope.contracts.observation import Message
-from leakscope.matching import DISTANCES, Adam, BatchNormStatistics, Pixels, Victim, total_variation
+from leakscope.matching import DISTANCES, Adam, BatchNormStatistics, Victim, total_variation
 from leakscope.matching.optimisers import RowAdam, schedule_factor
 from leakscope.matching.priors import Scene
 from leakscope.matching.search import AT_ONCE, Evaluation, search
@@ -43,15 +44,13 @@ class Terms:
     settings: CAFE
     rounds: Rounds
 
+    @property
+    def space(self) -> InputSpace:
+        return self.rounds.observation.inputs
+
     def start(self, generator: torch.Generator) -> Tensor:
-        rounds, canvas = self.rounds, Pixels(start=self.settings.start)
-        return self.project(canvas.initial(rounds.samples, rounds.observation.inputs, generator, rounds.like))
-
-    def project(self, pictures: Tensor) -> Tensor:
-        return Pixels().project(pictures, self.rounds.observation.inputs)
-
-    def to_model(self, pictures: Tensor) -> Tensor:
-        return self.rounds.observation.inputs.from_unit(pictures)
+        start = self.space.start(self.settings.start, self.rounds.samples, generator, self.rounds.like)
+        return self.space.project_unit(start)
 
     def variation(self, pictures: Tensor, step: int) -> Tensor:
         """The term of total variation, the mean per sample; as published it counts only from the threshold on."""
@@ -101,7 +100,7 @@ class _Inversion:
     def read_off(self) -> Data:
         rounds, model = self.terms.rounds, self.model
         grey = 0.5 if rounds.observation.inputs.bounded else 0.0
-        middle = self.terms.to_model(rounds.like.new_full((1, *model.input_shape), grey))
+        middle = self.terms.space.from_unit(rounds.like.new_full((1, *model.input_shape), grey))
         parts = [
             torch.where(determined[:, None] > 0, rows, layer.share.take(middle).flatten(1))
             for determined, rows, layer in zip(self.determined, self.representations, rounds.layers, strict=True)
@@ -126,14 +125,14 @@ class _Inversion:
                 functools.partial(self._evaluate, rows=rows),
                 start[rows].flatten(1),
                 Adam(lr=self.terms.settings.lr, schedule=self.terms.settings.schedule),
-                project=lambda flat: self.terms.project(self._pictures(flat)).reshape(len(flat), -1),
+                project=lambda flat: self.terms.space.project_unit(self._pictures(flat)).reshape(len(flat), -1),
                 iterations=iterations,
                 keep="last",
                 watch=watch,
             )
             pieces.append(self._pictures(result.points))
             scores.append(result.judged[:, 0])
-        return Data(self.terms.to_model(torch.cat(pieces)), torch.cat(scores), curve.tolist())
+        return Data(self.terms.space.from_unit(torch.cat(pieces)), torch.cat(scores), curve.tolist())
 
     def with_features(self, inputs: Tensor, exact: list[bool]) -> Tensor:
         for number, layer in enumerate(self.terms.rounds.layers):
@@ -157,7 +156,7 @@ class _Inversion:
     def _objectives(self, flat: Tensor, step: int, rows: slice) -> Tensor:
         terms, settings = self.terms, self.terms.settings
         pictures = self._pictures(flat)
-        x = terms.to_model(pictures)
+        x = terms.space.from_unit(pictures)
         total = flat.new_zeros(len(flat))
         for number, layer in enumerate(terms.rounds.layers):
             candidate = inputs_of(layer.module(self.model), self.model.workers[layer.worker], layer.share.take(x))
@@ -179,17 +178,6 @@ def reads_features(model: VerticalModel, layer: FirstDense) -> bool:
     return bool(torch.equal(inputs, probe.flatten(1)))
 
 
-@dataclass(frozen=True, eq=False)
-class _Visit:
-    step: int
-    weights: dict[str, Tensor]
-    observed: dict[str, Tensor]
-    statistics: Mapping[str, tuple[Tensor, Tensor]]
-    targets: Tensor | None
-    representations: list[Tensor]
-    centre: Tensor | None
-
-
 class RoundSearch:
     """Search all samples, one recorded round at a time, each with its own count of Adam's steps; weights move on."""
 
@@ -202,7 +190,6 @@ class RoundSearch:
         self.logits = torch.rand((rounds.samples, *observation.output_shape), generator=generator).to(rounds.like)
         self.movers, self.label_mover = [RowAdam(group) for group in self.groups], RowAdam(self.logits)
         self.scores = rounds.like.new_full((settings.group, rounds.samples), torch.inf)
-        self._derivative = grad_and_value(self._objective, argnums=(0, 1))
 
     def run(self, tables: Sequence[RunningSteps], progress: Progress | None, *, move_tables: bool = False) -> Data:
         """``tables`` hold the representations to match, if any; with ``move_tables`` each round moves them first."""
@@ -214,7 +201,10 @@ class RoundSearch:
             if step % len(messages) == 0:
                 weights = self.victim.tensors.weights
             if move_tables:
-                self._move(tables, message)
+                batch = torch.tensor(message.indices)
+                for table, layer in zip(tables, self.rounds.layers, strict=True):
+                    table.step_one(batch, message.update[f"{layer.name}.bias"].cpu().to(table.output_gradients))
+                    table.step_two(batch, message.update[f"{layer.name}.weight"].cpu().to(table.inputs))
             curve.append(self._visit(step, message, weights, tables))
             if progress is not None:
                 progress(step + 1, iterations, curve[-1])
@@ -223,64 +213,49 @@ class RoundSearch:
         # A sample that is in no round has no score; it cannot tell which of the group is best.
         best = int(torch.where(torch.isfinite(self.scores), self.scores, 0.0).mean(1).argmin())
         logits = self.logits if self.targets is None else None
-        return Data(self.terms.to_model(self.groups[best]), self.scores[best], curve, logits)
-
-    def _move(self, tables: Sequence[RunningSteps], message: Message) -> None:
-        batch = torch.tensor(message.indices)
-        for table, layer in zip(tables, self.rounds.layers, strict=True):
-            table.step_one(batch, message.update[f"{layer.name}.bias"].cpu().to(table.output_gradients))
-            table.step_two(batch, message.update[f"{layer.name}.weight"].cpu().to(table.inputs))
+        return Data(self.terms.space.from_unit(self.groups[best]), self.scores[best], curve, logits)
 
     def _visit(self, step: int, message: Message, weights: dict[str, Tensor], tables: Sequence[RunningSteps]) -> float:
-        settings, like = self.settings, self.rounds.like
+        terms, settings, victim, like = self.terms, self.settings, self.victim, self.rounds.like
         batch = torch.tensor(message.indices)
         rows = batch.to(like.device)
-        visit = _Visit(
-            step=step,
-            weights=weights,
-            observed=dict(message.update),
-            statistics=_statistics(self.victim, message),
-            targets=None if self.targets is None else self.targets[rows],
-            representations=[table.inputs[batch].to(like) for table in tables],
-            centre=torch.stack([group[rows] for group in self.groups]).mean(0) if settings.group > 1 else None,
-        )
+        tensors, observed = victim.tensors._replace(weights=weights), dict(message.update)
+        statistics, known = dict(victim.batchnorm_targets), message.batchnorm_statistics
+        if known is not None:
+            statistics = {name: (known[f"{name}.mean"], known[f"{name}.var"]) for name in statistics}
+        representations = [table.inputs[batch].to(like) for table in tables]
+        centre = torch.stack([group[rows] for group in self.groups]).mean(0)
+
+        def objective(pictures: Tensor, logits: Tensor) -> Tensor:
+            targets = victim.task.from_search(logits) if self.targets is None else self.targets[rows]
+            x = terms.space.from_unit(pictures)
+            total = terms.variation(pictures, step)
+            if settings.gradient:
+                candidate, recorded = victim.gradient(tensors, x, targets)
+                total = total + settings.gradient * DISTANCES[settings.distance](observed, candidate)
+            else:
+                _, recorded = victim.loss(tensors, x, targets)
+            if representations and settings.representation:
+                pairs = zip(self.rounds.layers, representations, strict=True)
+                misfits = torch.stack([terms.misfit(recorded[layer.name], target) for layer, target in pairs])
+                total = total + settings.representation * (misfits.mean() if settings.relative else misfits.sum())
+            if settings.batchnorm:
+                scene = Scene(torch.zeros(()), recorded, statistics)
+                total = total + BatchNormStatistics(weight=settings.batchnorm)(pictures, scene)
+            if settings.group > 1:
+                total = total + settings.consistency * (pictures - centre).square().flatten(1).sum(1).mean()
+            return total
+
+        derivative = grad_and_value(objective, argnums=(0, 1))
         lr = settings.lr * schedule_factor(settings.schedule, step, settings.iterations)
         values = []
         for number, group in enumerate(self.groups):
-            (gradient, label_gradient), value = self._derivative(group[rows], self.logits[rows], visit)
+            (gradient, label_gradient), value = derivative(group[rows], self.logits[rows])
             if bool(torch.isfinite(gradient).all()) and bool(torch.isfinite(value)):
-                group[rows] = self.terms.project(group[rows] - self.movers[number].move(rows, gradient.detach(), lr))
+                moved = group[rows] - self.movers[number].move(rows, gradient.detach(), lr)
+                group[rows] = terms.space.project_unit(moved)
                 if self.targets is None and number == 0:
                     self.logits[rows] -= self.label_mover.move(rows, label_gradient.detach(), lr)
             values.append(float(value.detach()))
             self.scores[number, rows] = value.detach()
         return min(values)
-
-    def _objective(self, pictures: Tensor, logits: Tensor, visit: _Visit) -> Tensor:
-        terms, settings, victim = self.terms, self.settings, self.victim
-        targets = victim.task.from_search(logits) if visit.targets is None else visit.targets
-        tensors = victim.tensors._replace(weights=visit.weights)
-        x = terms.to_model(pictures)
-        total = terms.variation(pictures, visit.step)
-        if settings.gradient:
-            candidate, recorded = victim.gradient(tensors, x, targets)
-            total = total + settings.gradient * DISTANCES[settings.distance](visit.observed, candidate)
-        else:
-            _, recorded = victim.loss(tensors, x, targets)
-        if visit.representations and settings.representation:
-            pairs = zip(self.rounds.layers, visit.representations, strict=True)
-            misfits = torch.stack([terms.misfit(recorded[layer.name], target) for layer, target in pairs])
-            total = total + settings.representation * (misfits.mean() if settings.relative else misfits.sum())
-        if settings.batchnorm:
-            scene = Scene(torch.zeros(()), recorded, visit.statistics)
-            total = total + BatchNormStatistics(weight=settings.batchnorm)(pictures, scene)
-        if visit.centre is not None:
-            total = total + settings.consistency * (pictures - visit.centre).square().flatten(1).sum(1).mean()
-        return total
-
-
-def _statistics(victim: Victim, message: Message) -> dict[str, tuple[Tensor, Tensor]]:
-    own = message.batchnorm_statistics
-    if own is None:
-        return dict(victim.batchnorm_targets)
-    return {name: (own[f"{name}.mean"], own[f"{name}.var"]) for name in victim.batchnorm_targets}

@@ -52,7 +52,19 @@ class Rounds:
             layers = first_dense(model)
         except ValueError as error:
             raise NotApplicable(str(error)) from error
-        _check_gradients(observation, layers)
+        bare = [layer.share.name for layer in layers if not layer.bias]
+        if bare:
+            raise NotApplicable(f"CAFE reads the bias gradient of the first dense layer; none in {', '.join(bare)}")
+        if observation.messages[0].partial:
+            raise NotApplicable("CAFE needs whole messages, the first one at least, got a partial one")
+        whole = tuple(message for message in observation.messages if not message.partial)
+        for part, messages in (("bias", observation.messages), ("weight", whole)):
+            names = [f"{layer.name}.{part}" for layer in layers]
+            lost = ", ".join(name for name in names if any(name not in message.update for message in messages))
+            if lost:
+                raise NotApplicable(
+                    f"the messages have no gradient of their own for {lost}: frozen, shared or computed"
+                )
         assert observation.num_examples is not None  # granted
         return cls(observation, model, layers, batches, identify(batches, observation.num_examples))
 
@@ -83,29 +95,14 @@ class Rounds:
         return list(tables), solution.residual, solution.error
 
 
-def _check_gradients(observation: Observation, layers: tuple[FirstDense, ...]) -> None:
-    bare = [layer.share.name for layer in layers if not layer.bias]
-    if bare:
-        raise NotApplicable(f"CAFE reads the bias gradient of the first dense layer; none in {', '.join(bare)}")
-    if observation.messages[0].partial:
-        raise NotApplicable("CAFE needs whole messages, the first one at least, got a partial one")
-    whole = tuple(message for message in observation.messages if not message.partial)
-    for part, messages in (("bias", observation.messages), ("weight", whole)):
-        names = [f"{layer.name}.{part}" for layer in layers]
-        lost = ", ".join(name for name in names if any(name not in message.update for message in messages))
-        if lost:
-            raise NotApplicable(f"the messages have no gradient of their own for {lost}: frozen, shared or computed")
-
-
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """Hold V and H of each worker, one row per sample.
+    """Hold H of each worker, one row per sample.
 
     ``determined`` (workers, samples): whether H follows; a sample for which every unit of a worker is dead sends
     nothing back. ``unexplained``: the share of the gradients that no rows explain; ``error``: the expected one of H.
     """
 
-    output_gradients: list[Tensor]
     inputs: list[Tensor]
     determined: Tensor
     unexplained: float
@@ -114,25 +111,19 @@ class Tables:
 
 def solve(rounds: Rounds) -> Tables:
     tables, unexplained, error = rounds.solve_output_gradients([f"{layer.name}.bias" for layer in rounds.layers])
-    output_gradients = [_above_rounding(rounds, table) for table in tables]
-    solutions = [
-        solve_inputs(rounds.whole, f"{layer.name}.weight", rows, rounds.identifiability.determined)
-        for layer, rows in zip(rounds.layers, output_gradients, strict=True)
-    ]
+    condition = rounds.identifiability.condition
+    floor = 10 * torch.finfo(rounds.observation.dtype).eps * (condition if math.isfinite(condition) else 1e3)
+    solutions = []
+    for layer, table in zip(rounds.layers, tables, strict=True):
+        norms = torch.linalg.vector_norm(table, dim=1)
+        rows = torch.where((norms > floor * norms.max())[:, None], table, 0.0)  # the others are rounding
+        solutions.append(solve_inputs(rounds.whole, f"{layer.name}.weight", rows, rounds.identifiability.determined))
     return Tables(
-        output_gradients=output_gradients,
         inputs=[solution.rows for solution in solutions],
         determined=torch.stack([solution.determined for solution in solutions if solution.determined is not None]),
         unexplained=max(unexplained, *(solution.residual for solution in solutions)),
         error=math.hypot(error, max(solution.error for solution in solutions)),
     )
-
-
-def _above_rounding(rounds: Rounds, output_gradients: Tensor) -> Tensor:
-    condition = rounds.identifiability.condition
-    floor = 10 * torch.finfo(rounds.observation.dtype).eps * (condition if math.isfinite(condition) else 1e3)
-    norms = torch.linalg.vector_norm(output_gradients, dim=1)
-    return torch.where((norms > floor * norms.max())[:, None], output_gradients, 0.0)
 
 
 @dataclass(eq=False)
@@ -189,12 +180,6 @@ def settle(rounds: Rounds, tables: list[RunningSteps], iterations: int) -> None:
             for step in range(iterations):
                 message = messages[step % len(messages)]
                 move(torch.tensor(message.indices), message.update[name].cpu().double())
-
-
-def unexplained_by(rounds: Rounds, tables: list[RunningSteps]) -> float:
-    output_gradients, inputs = [table.output_gradients for table in tables], [table.inputs for table in tables]
-    complete = rounds.identifiability.identifiable
-    return share_unexplained(rounds.messages, rounds.layers, output_gradients, inputs, complete=complete)
 
 
 #: Cut off in the eigenvalues of a system, relative to the largest: what is below was made by rounding.

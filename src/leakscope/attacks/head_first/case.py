@@ -110,10 +110,10 @@ class Case:
     @cached_property
     def dropped_below(self) -> list[str]:
         """List layers below the cut of whose inputs the client's network dropped an unknown part."""
-        channel = self.observation.channel
+        channel, model = self.observation.channel, self.observation.model
         if channel is None or not channel.dropped_layers or self.below is None:
             return []
-        return searched_layers(self.observation.model, self.below.layer, channel.dropped_layers, self.blank(1))
+        return searched_layers(model, self.below.layer, channel.dropped_layers, self.blank(1))
 
     @cached_property
     def solvable(self) -> bool:
@@ -291,11 +291,3 @@ class Case:
             residual=found.residual if math.isfinite(found.residual) else None,
             defence_undone=undone,
         )
-
-    def with_labels(self) -> Observation:
-        labels = None if self.held is None else self.held.labels
-        if labels is None or self.observation.labels is not None:
-            return self.observation
-        known = dataclasses.replace(self.observation.knowledge, labels="yes")
-        labels = labels.to(self.observation.device)
-        return self.observation.with_facts(knowledge=known, labels=labels, label_counts=None)

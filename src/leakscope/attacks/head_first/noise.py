@@ -13,7 +13,6 @@ less. Searches begin at grey and at the best so far, which only what is more pro
 import dataclasses
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,9 +22,8 @@ from leakscope.attacks.head_first.case import Case
 from leakscope.contracts.attack import Progress
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.observation import Observation
-from leakscope.equations.embedding import Embedding
 from leakscope.equations.noise_test import drowned, noise_test
-from leakscope.matching import Adam, Pixels, Victim
+from leakscope.matching import Adam, Victim
 from leakscope.matching.priors import total_variation
 from leakscope.matching.search import Evaluation, search
 from leakscope.matching.victim import Tensors
@@ -38,18 +36,6 @@ RATE = 8.0
 BEND = {"gaussian": 2.0, "laplace": math.sqrt(2)}
 #: The inflation from which on bias gradients count: while the output gradient is held they tell nothing of the picture.
 WITH_BIASES = 0.02
-
-
-@dataclass(frozen=True)
-class _Course:
-    """A search: the step size of Adam, and the level's inflation in its first and last step, in sizes of a row."""
-
-    lr: float
-    first: float
-    last: float = 1e-3
-
-
-FROM_AFAR, FROM_NEAR = _Course(lr=0.1, first=1.0), _Course(lr=0.01, first=0.1)
 
 
 def noise_channel(observation: Observation) -> Channel | None:
@@ -86,14 +72,17 @@ class MostProbable(Stage[Case]):
         assert best is not None
         assert labels is not None
         assert noisy is not None
-        posterior = _Posterior(observation, noisy, labels, _output_gradients(observation, case.held))
+        held = _leading(observation) if observation.num_examples == 1 else None
+        if held is None and case.held is not None:
+            held = case.held.output_gradients
+        posterior = _Posterior(observation, noisy, labels, None if held is None else held.to(case.like))
         if channel is not None and not drowned(observation):
             case.best = dataclasses.replace(best, surprise=posterior.value(best.inputs))
             steps = case.attack.iterations
             near = observation.inputs.to_unit(observation.inputs.project(best.inputs))
-            afar = posterior.canvas.initial(len(best.inputs), observation.inputs, case.untouched, case.like)
-            for start, course in ((near, FROM_NEAR), (afar, FROM_AFAR)):
-                inputs = posterior.search(start, course, steps, case.told(steps))
+            afar = observation.inputs.start("grey", len(best.inputs), case.untouched, case.like)
+            for start, lr, first in ((near, 0.01, 0.1), (afar, 0.1, 1.0)):
+                inputs = posterior.search(start, steps, case.told(steps), lr=lr, first=first)
                 value = posterior.value(inputs)
                 yield dataclasses.replace(
                     best,
@@ -112,9 +101,11 @@ class MostProbable(Stage[Case]):
 
 
 class _Posterior:
+    """``held``: the loss's derivative by the outputs, as well as it is known; None where the labels must do."""
+
     def __init__(self, observation: Observation, channel: Channel, labels: Tensor, held: Tensor | None) -> None:
-        self.observation, self.channel, self.held = observation, channel, held
-        self.victim, self.canvas = Victim.of(observation), Pixels()
+        self.channel, self.held = channel, held
+        self.victim, self.space = Victim.of(observation), observation.inputs
         self.observed = dict(observation.message.update)
         self.labels = labels.to(observation.device)
         self.count = sum(value.numel() for value in self.observed.values())
@@ -128,19 +119,20 @@ class _Posterior:
 
     def value(self, inputs: Tensor) -> float:
         with torch.no_grad():
-            unit = self.observation.inputs.to_unit(inputs)
-            value = float(self._objective(unit, self.sent(inputs), inflation=0.0))
+            value = float(self._objective(self.space.to_unit(inputs), self.sent(inputs), inflation=0.0))
         return value if math.isfinite(value) else math.inf
 
-    def search(self, pictures: Tensor, course: _Course, iterations: int, progress: Progress | None) -> Tensor:
-        space = self.observation.inputs
+    def search(
+        self, pictures: Tensor, iterations: int, progress: Progress | None, *, lr: float, first: float
+    ) -> Tensor:
+        """Search with steps of ``lr``; the level's inflation falls from ``first`` sizes of a row to a thousandth."""
 
         def evaluate(rows: Tensor, step: int) -> Evaluation:
-            inflation = course.first * (course.last / course.first) ** (step / iterations)
+            inflation = first * (1e-3 / first) ** (step / iterations)
             with torch.enable_grad():
                 point = rows.detach().requires_grad_()
                 drawn = point.reshape(pictures.shape)
-                update = self.sent(self.canvas.to_model(drawn, space), self.held)
+                update = self.sent(self.space.from_unit(drawn), self.held)
                 objective = self._objective(drawn, update, inflation) / self.count
                 (gradient,) = torch.autograd.grad(objective, point)
             return objective.detach()[None], objective.detach().reshape(1, 1), gradient
@@ -148,13 +140,13 @@ class _Posterior:
         result = search(
             evaluate,
             pictures.detach().flatten()[None],
-            Adam(lr=course.lr),
-            project=lambda rows: self.canvas.project_rows(rows, space),
+            Adam(lr=lr),
+            project=lambda rows: self.space.project_unit(rows.reshape(pictures.shape)).reshape(rows.shape),
             iterations=iterations,
             keep="last",
             watch=lambda done, values, _: None if progress is None else progress(done, iterations, float(values[0])),
         )
-        return self.canvas.to_model(result.points.reshape(pictures.shape), space)
+        return self.space.from_unit(result.points.reshape(pictures.shape))
 
     def _objective(self, pictures: Tensor, update: Tensors, inflation: float) -> Tensor:
         terms = [RATE * _differences(pictures)]
@@ -170,15 +162,6 @@ class _Posterior:
 def _differences(pictures: Tensor) -> Tensor:
     """Sum the length of all differences at a pixel over pixels and pictures."""
     return total_variation(pictures, "joint") * (pictures.numel() / pictures.shape[1])
-
-
-def _output_gradients(observation: Observation, embedding: Embedding | None) -> Tensor | None:
-    """Return the loss's derivative by the outputs, as well as it is known; None where the labels must do."""
-    like = next(iter(observation.message.update.values()))
-    known = _leading(observation) if observation.num_examples == 1 else None
-    if known is None and embedding is not None:
-        known = embedding.output_gradients
-    return None if known is None else known.to(like)
 
 
 def _leading(observation: Observation) -> Tensor | None:

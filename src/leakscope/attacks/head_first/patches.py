@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from leakscope.attacks.candidates import Candidate, Stage, certify, gives_update
 from leakscope.attacks.gradient_matching import several_steps
 from leakscope.attacks.head_first.case import Case
+from leakscope.attacks.head_first.convolutions import LEFT
 from leakscope.contracts.certificate import EXPLAINED
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.errors import NotApplicable
@@ -29,7 +30,7 @@ from leakscope.network.recorder import Call, record_layers
 PATCHES = "patch embedding"
 #: The expected error, as a share of the range, up to which solved patches are proposed: 26 dB. Searches of a ViT end at
 #: 13 to 28 dB, and a worse start than theirs would cost them.
-NEAR = 0.05
+NEAR = 500 * ACCURATE
 #: The expected error up to which an image is certified: 82 dB, for the estimate is off by 1 dB or 2.
 CLEAR = 0.8 * ACCURATE
 #: The expected error up to which the rest of the update improves an image by one step, 68 dB, and the iterations of
@@ -37,8 +38,6 @@ CLEAR = 0.8 * ACCURATE
 REFINED, REFINING_STEPS = 4 * ACCURATE, 10
 #: The expected error up to which no search comes nearer: 60 dB.
 SETTLING = 10 * ACCURATE
-#: The share of the update that proposed inputs may leave. Patches of noise leave 1 and more.
-LEFT = 0.3
 
 
 class SolvePatches(Stage[Case]):
@@ -70,8 +69,10 @@ class SolvePatches(Stage[Case]):
             return
         image, method = place.image(solved.patches), PATCHES
         free = solved.free_directions(CLEAR)
-        if (whole := round_to_bytes(seen, place, solved)) is not None:
-            image, method, free = whole, f"{PATCHES}, whole bytes", 0
+        if seen.inputs.bounded and seen.inputs.smooth:
+            whole = whole_bytes(solved, *(_uniform(seen, place, level) for level in (0.0, 1.0)))
+            if whole is not None:
+                image, method, free = place.image(whole), f"{PATCHES}, whole bytes", 0
         inputs = _inputs(seen, image)
         labels = find_label(seen, inputs)
         explained = solved.residual <= EXPLAINED and gives_update(seen, inputs, labels)
@@ -86,7 +87,7 @@ class SolvePatches(Stage[Case]):
             yield dataclasses.replace(found, residual=solved.residual, settles=True)
             return
         left = math.inf if labels is None else case.distance(inputs, labels)
-        if labels is not None and left > LEFT:
+        if labels is not None and left > LEFT:  # patches of noise leave 1 and more
             case.notes.append(f"the patch embedding was solved, but its image leaves {left:.0%} of the update")
             return
         case.notes.append(f"the patch embedding was solved, with an expected error of {solved.error:.1e}")
@@ -105,14 +106,6 @@ def recover_patches(observation: Observation, place: PatchEmbedding) -> SolvedPa
         known = int((solved.errors <= NEAR * span).sum())
         raise NotApplicable(f"{len(gradient)} units tell {known} directions of {place.tokens} patches from noise")
     return solved
-
-
-def round_to_bytes(observation: Observation, place: PatchEmbedding, solved: SolvedPatches) -> Tensor | None:
-    """Return the flat image with whole bytes for pixels, where the equations single it out."""
-    if not (observation.inputs.bounded and observation.inputs.smooth):
-        return None
-    found = whole_bytes(solved, *(_uniform(observation, place, level) for level in (0.0, 1.0)))
-    return None if found is None else place.image(found)
 
 
 def refine_patches(

@@ -9,23 +9,22 @@ picture, the prior is right: :meth:`~leakscope.attacks.candidates.Candidate.bett
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from leakscope.attacks.candidates import Candidate, Stage, certify, fair_ratio
+from leakscope.attacks.candidates import Candidate, Stage, certify
 from leakscope.attacks.gradient_matching import GradientMatching, several_steps
-from leakscope.attacks.head_first.case import LEAST_PRODUCTS, SETTLED, Case
+from leakscope.attacks.head_first.case import LEAST_PRODUCTS, MOST_WORK, SETTLED, Case
 from leakscope.attacks.idlg import IDLG
 from leakscope.attacks.inverting_gradients import InvertingGradients
 from leakscope.contracts.certificate import EXPLAINED
 from leakscope.contracts.errors import NotApplicable
-from leakscope.contracts.observation import Observation
 from leakscope.equations.determinacy import free_inputs_of_dense
 from leakscope.equations.embedding import peel_embedding, recover_embedding
-from leakscope.equations.gated_inverse import SolverSettings
 from leakscope.matching import GradientMap, LevenbergMarquardt
-from leakscope.matching.determinacy import free_directions, movement
+from leakscope.matching.determinacy import ACCURATE, free_directions, movement
 from leakscope.matching.gradient_map import affordable_steps
 from leakscope.matching.held import MASKS, WEIGHTINGS, DroppedMatching, HeldMatching, Weighting
 from leakscope.matching.search import Watch
@@ -33,10 +32,10 @@ from leakscope.matching.search import Watch
 WHOLE_UPDATE = "whole update"
 #: Where an update that is off by what a certificate allows moves the inputs by more, Gauss-Newton steps are not worth
 #: their time: 4e-6 was seen where images came back at 109 dB, 5e-5 on a transformer with many images for one update.
-MOST_MOVEMENT = 2e-5
+MOST_MOVEMENT = ACCURATE / 5
 #: Evaluations times multiplications of a forward pass up to which least squares are tried: a batch of four of a small
 #: ConvNet, which takes them three quarters of a minute, is worth it (untrained, tanh: 65 dB against 43).
-MOST_LEAST_SQUARES = 4e11
+MOST_LEAST_SQUARES = 4 * MOST_WORK
 
 
 class SolveHead(Stage[Case]):
@@ -142,7 +141,7 @@ class DecodeMasks(Stage[Case]):
         assert near is not None
         assert problem is not None
         assert held is not None
-        solution = problem.solve(near.inputs.cpu(), SolverSettings(exact=EXPLAINED))
+        solution = problem.solve(near.inputs.cpu())
         method = f"{near.method}, masks decoded"
         yield dataclasses.replace(
             case.candidate(solution.inputs, method, residual=solution.certificate),
@@ -166,41 +165,37 @@ class GaussNewtonSteps(Stage[Case]):
         return case.solvable and case.smooth
 
     def propose(self, case: Case) -> Iterator[Candidate]:
-        assert case.held is not None
-        assert case.latest is not None
+        near, held = case.latest, case.held
+        assert near is not None
+        assert held is not None
         wide = case.observation.to(dtype=torch.float64)
-        mapping = GradientMap.of(wide, case.targets, case.held.output_gradients.to(wide.device))
+        mapping = GradientMap.of(wide, case.targets, held.output_gradients.to(wide.device))
         if affordable_steps(mapping) < LEAST_PRODUCTS / 2:  # half as many as of decoded masks: they converge faster
             case.notes.append("no Gauss-Newton steps: the network is too large for them")
             return
         try:
-            observed, x = mapping.joined(wide.message.update), mapping.flat(case.latest.inputs.double())
-            yield from self._steps(case, case.latest, mapping, observed, x)
+            observed, x = mapping.joined(wide.message.update), mapping.flat(near.inputs.double())
+            size = float(observed.norm().clamp_min(1e-300))
+            moved = movement(mapping.linearise(x), EXPLAINED * size, mapping.shape)
+            if (most := math.hypot(*moved) / len(moved) ** 0.5) > MOST_MOVEMENT:
+                case.notes.append(f"no Gauss-Newton steps: errors of 1e-6 in the update move the inputs by {most:.1e}")
+                return
+            # Steps come to rest after a handful, or lead nowhere.
+            fit = LevenbergMarquardt(steps=30, tolerance=EXPLAINED / 3).run(mapping, observed, x)
+            residual = float(fit.residual.norm()) / size
+            if residual >= EXPLAINED:
+                # The gradient alone, without a prior, is explained by inputs that are further away.
+                case.notes.append(f"Gauss-Newton steps ended at a relative residual of {residual:.1e} and are left out")
+                return
+            facts: dict[str, Any] = {"residual": residual, "curve": near.curve, "flags": near.flags}
+            found = case.candidate(mapping.pictures(fit.x), f"{near.method}, Gauss-Newton", **facts)
+            proofs = certify(
+                *(case.observation, found.inputs, held.labels, residual),
+                *(lambda: free_directions(mapping, fit.x, fit.preconditioner), found.method),
+            )
         except RuntimeError as error:  # an LSTM has no forward derivative, and some code insists on float32
             case.notes.append(f"no Gauss-Newton steps: {str(error).strip().splitlines()[0]}")
-
-    def _steps(
-        self, case: Case, near: Candidate, mapping: GradientMap, observed: Tensor, x: Tensor
-    ) -> Iterator[Candidate]:
-        size = float(observed.norm().clamp_min(1e-300))
-        moved = math.hypot(*movement(mapping.linearise(x), EXPLAINED * size, mapping.shape)) / len(near.inputs) ** 0.5
-        if moved > MOST_MOVEMENT:
-            case.notes.append(f"no Gauss-Newton steps: errors of 1e-6 in the update move the inputs by {moved:.1e}")
             return
-        # Steps come to rest after a handful, or lead nowhere.
-        fit = LevenbergMarquardt(steps=30, tolerance=EXPLAINED / 3).run(mapping, observed, x)
-        residual = float(fit.residual.norm()) / size
-        if residual >= EXPLAINED:
-            # The gradient alone, without a prior, is explained by inputs that are further away.
-            case.notes.append(f"Gauss-Newton steps ended at a relative residual of {residual:.1e} and are left out")
-            return
-        method = f"{near.method}, Gauss-Newton"
-        found = case.candidate(mapping.pictures(fit.x), method, residual=residual, curve=near.curve, flags=near.flags)
-        labels = None if case.held is None else case.held.labels
-        proofs = certify(
-            *(case.observation, found.inputs, labels, residual),
-            *(lambda: free_directions(mapping, fit.x, fit.preconditioner), method),
-        )
         yield dataclasses.replace(found, certificates=proofs)
 
 
@@ -215,7 +210,15 @@ class MatchUpdate(Stage[Case]):
         return wanted and case.best.residual >= SETTLED
 
     def propose(self, case: Case) -> Iterator[Candidate]:
-        observation, rivals, alone = case.with_labels(), rivals_for(case), case.held is None
+        observation, rivals, alone = case.observation, rivals_for(case), case.held is None
+        if case.held is not None and case.held.labels is not None and observation.labels is None:
+            knowledge = dataclasses.replace(observation.knowledge, labels="yes")
+            labels = case.held.labels.to(observation.device)
+            observation = observation.with_facts(knowledge=knowledge, labels=labels, label_counts=None)
+        equations = sum(value.numel() for value in case.update.values())
+        # Of noise least squares leave so much, relative to what the true inputs leave of it.
+        unknowns = (observation.num_examples or 1) * observation.inputs.size
+        fit = math.sqrt(max(0.0, 1 - unknowns / equations))
         for rival in rivals:
             try:
                 # Each begins where it would begin by itself with this seed.
@@ -234,7 +237,7 @@ class MatchUpdate(Stage[Case]):
                 method=WHOLE_UPDATE,
                 distance=result.info["distance"] if known else case.distance(inputs, result.labels if alone else None),
                 pictures=observation.inputs.smooth,
-                fair=_fair(observation) if isinstance(rival, IDLG) else 1.0,
+                fair=fit if isinstance(rival, IDLG) else 1.0,
                 score=float(result.scores[0]) if alone else None,
                 curve=tuple(result.history["objective"][0]),
                 flags=result.flags,
@@ -250,11 +253,6 @@ def rivals_for(case: Case) -> tuple[GradientMatching, ...]:
     if several_steps(case.observation) or not case.smooth:
         return (search,)
     return (search, least_squares) if least_squares.iterations * case.work <= MOST_LEAST_SQUARES else (search,)
-
-
-def _fair(observation: Observation) -> float:
-    equations = sum(value.numel() for value in observation.message.update.values())
-    return fair_ratio(equations, (observation.num_examples or 1) * math.prod(observation.input_shape))
 
 
 def _watch(case: Case, steps: int) -> Watch:

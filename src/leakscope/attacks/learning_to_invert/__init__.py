@@ -48,7 +48,6 @@ from leakscope.contracts.observation import Observation
 from leakscope.contracts.protocol import ClientSide, batch_gradient, client_copy, own_randomness, train_locally, visits
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
-from leakscope.contracts.task import Task
 
 #: Examples of its own for each in a batch (of at least four) below which an adversary learns nothing worth the name.
 LEAST_PER_EXAMPLE = 8
@@ -205,10 +204,9 @@ class PlayedClient:
     """A client of the observed protocol with the observed model and defence, which trains on any examples."""
 
     observation: Observation
+    defense: Defense
     model: nn.Module
     weights: dict[str, Tensor]
-    task: Task
-    defense: Defense
 
     @classmethod
     def of(cls, observation: Observation) -> PlayedClient:
@@ -227,12 +225,11 @@ class PlayedClient:
                 "batch_size and learning_rate in the knowledge"
             )
         model = observation.defense.protect_copy(client_copy(observation.model, observation.batchnorm))
-        weights = copy.deepcopy(model.state_dict())
-        return cls(observation, model, weights, observation.task, observation.defense)
+        return cls(observation, observation.defense, model, copy.deepcopy(model.state_dict()))
 
     def update(self, x: Tensor, y: Tensor, generator: torch.Generator) -> Gradient:
         self.model.load_state_dict(self.weights)  # local steps move the weights, BatchNorm its statistics
-        client = ClientSide(self.model, x, y, self.task, self.defense, generator, self.observation.model)
+        client = ClientSide(self.model, x, y, self.observation.task, self.defense, generator, self.observation.model)
         with own_randomness(generator):
             update = self._trained(client)
         return self.defense.protect_message(update, generator)

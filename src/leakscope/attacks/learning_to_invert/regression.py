@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -80,14 +79,6 @@ class Featuriser:
         return features * scales.repeat_interleave(counts, dim=1)
 
 
-class Regressor(Protocol):
-    @property
-    def name(self) -> str:
-        """What a user reads."""
-
-    def __call__(self, rows: Tensor) -> Tensor: ...
-
-
 @dataclass(frozen=True, eq=False)
 class Mean:
     """The mean of the targets, whatever the update: what somebody who learned nothing answers."""
@@ -128,7 +119,7 @@ class KernelRidge:
 
 @dataclass(frozen=True, eq=False)
 class Corrected:
-    base: Regressor
+    base: KernelRidge
     layers: nn.Sequential
 
     @property
@@ -142,6 +133,9 @@ class Corrected:
         return answers + correction
 
 
+Regressor = Mean | KernelRidge | Corrected
+
+
 @dataclass(frozen=True, eq=False)
 class Pairs:
     rows: Tensor
@@ -151,9 +145,6 @@ class Pairs:
 
     def error(self, regressor: Regressor) -> float:
         return float((regressor(self.held_rows) - self.held_targets).double().square().mean())
-
-    def first(self, count: int) -> Pairs:
-        return Pairs(self.rows[:count], self.targets[:count], self.held_rows, self.held_targets)
 
 
 def kernel(a: Tensor, b: Tensor, width: float | None) -> Tensor:
@@ -194,8 +185,12 @@ def choose_ridge(pairs: Pairs, widths: Sequence[float | None]) -> tuple[KernelRi
     >>> ridge.name, error < 1e-15
     ('linear ridge', True)
     """
-    few = pairs.first(PATH_ROWS)
-    tried = [fit for width in widths for fit in _path(few, _absolute(few, width), PENALTIES)]
+    few = replace(pairs, rows=pairs.rows[:PATH_ROWS], targets=pairs.targets[:PATH_ROWS])
+    distances = squared_distances(few.rows, few.rows)
+    apart = distances[~torch.eye(len(distances), dtype=torch.bool, device=distances.device)]
+    unit, least = float(apart.median()) if len(apart) else 1.0, torch.finfo(distances.dtype).tiny
+    absolute = [None if width is None else max(width * unit, least) for width in widths]
+    tried = [fit for width in absolute for fit in _path(few, width, PENALTIES)]
     return min(tried, key=lambda fit: fit[1], default=None)
 
 
@@ -220,14 +215,6 @@ def _path(pairs: Pairs, width: float | None, penalties: Sequence[float]) -> Iter
             continue
         error = float((across @ coefficients + mean - pairs.held_targets).square().mean())
         yield KernelRidge(rows, centre, coefficients, mean, penalty, width), error
-
-
-def _absolute(pairs: Pairs, width: float | None) -> float | None:
-    if width is None:
-        return None
-    distances = squared_distances(pairs.rows, pairs.rows)
-    apart = distances[~torch.eye(len(distances), dtype=torch.bool, device=distances.device)]
-    return max(width * float(apart.median()), torch.finfo(distances.dtype).tiny) if len(apart) else width
 
 
 def fit_network(

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from types import MappingProxyType
 from typing import Any, Literal, Self
@@ -122,15 +122,11 @@ class RobbingTheFed(Attack):
         draws = torch.Generator().manual_seed(self.seed + 1)
         # A small shift of the input, so that the model behind it keeps its use.
         pattern = 0.1 * (2 * torch.randint(2, row.shape, generator=draws).double() - 1)
-        imprint = Imprint(
-            row, self._edges(), pattern, gain=self._gain, sparse=self.variant == "sparse", connection=self.connection
-        )
+        sparse = self.variant == "sparse"
+        gain = self.gain if self.gain is not None else 1.0 if sparse else 1e-3
+        imprint = Imprint(row, self._edges(), pattern, gain=gain, sparse=sparse, connection=self.connection)
         like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
         return Imprinted(imprint.to(like), model).train(model.training)
-
-    @property
-    def _gain(self) -> float:
-        return self.gain if self.gain is not None else 1.0 if self.variant == "sparse" else 1e-3
 
     def _row(self, input_shape: tuple[int, ...]) -> Tensor:
         return measurement_row(self.measurement, input_shape, self.frequency, torch.Generator().manual_seed(self.seed))
@@ -156,21 +152,12 @@ class RobbingTheFed(Attack):
         if frozen:
             raise NotApplicable(f"the update has no gradient of the imprint's {' and '.join(frozen)}")
         reading = read_bins(observation, observation.model, self.tolerance)
-        chosen = _Chosen.of(reading, observation)
+        result = _shown(reading, observation)
         if progress is not None:
-            progress(1, 1, float(chosen.scores.min()))
-        return Reconstruction(
-            inputs=chosen.inputs,
-            labels=chosen.labels,
-            scores=chosen.scores,
-            flags=chosen.flags,
-            notes=(*chosen.notes, *self._misplaced(observation)),
-            info={
-                **{"steps": 1, "restarts": 1, "compiled": False, "layer": layer},
-                **{"occupied_bins": len(reading.places), "alone": int(reading.alone.sum())},
-            },
-            diagnosis=chosen.diagnosis,
-        )
+            progress(1, 1, float(result.scores.min()))
+        info = {"steps": 1, "restarts": 1, "compiled": False, "layer": layer}
+        info |= {"occupied_bins": len(reading.places), "alone": int(reading.alone.sum())}
+        return replace(result, notes=(*result.notes, *self._misplaced(observation)), info=info)
 
     def _misplaced(self, observation: Observation) -> tuple[str, ...]:
         values = observation.value_range
@@ -241,42 +228,35 @@ def bin_edges(inner: Sequence[float]) -> Tensor:
     return torch.tensor([inner[0] - far, *inner, inner[-1] + far], dtype=torch.float64)
 
 
-@dataclass(frozen=True, eq=False)
-class _Chosen:
-    inputs: Tensor
-    labels: Tensor | None
-    scores: Tensor
-    flags: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    diagnosis: Diagnosis | None = field(default=None)
-
-    @classmethod
-    def of(cls, reading: BinReading, observation: Observation) -> _Chosen:
-        examples = observation.num_examples
-        assert examples is not None
-        occupied, alone = len(reading.places), int(reading.alone.sum())
-        grey = observation.inputs.from_unit(torch.full((1, *observation.input_shape), 0.5))
-        pictures = reading.pictures.reshape(-1, *observation.input_shape)
-        order = reading.best_first()[:examples]
-        order = order[reading.places[order].argsort()]
-        rows, scores = [*pictures[order]], [*reading.scores[order].tolist()]
-        shared = [place for place in order.tolist() if not reading.alone[place]]
-        for extra in range(examples - len(rows)):
-            # Of several in one bin the mixture is all there is, so it stands for each of them.
-            rows.append(pictures[shared[extra % len(shared)]] if shared else grey[0].to(pictures))
-            scores.append(torch.inf)
-        every = alone == examples == occupied
-        labels = reading.labels[order] if every and reading.labels is not None else None
-        altered = reading.noisy or occupied > examples or occupied == 0
-        flags = [*(["ill-conditioned"] if altered else []), *(["mixture"] if examples > 1 and not every else [])]
-        return cls(
-            inputs=observation.inputs.project(torch.stack(rows)),
-            labels=labels if labels is None or bool((labels >= 0).all()) else None,
-            scores=torch.tensor(scores, dtype=torch.float64),
-            flags=tuple(flags) if every or flags else ("ill-conditioned",),
-            notes=_notes(reading, examples, observation),
-            diagnosis=_diagnosis(reading, examples, every, len(rows) * pictures[0].numel() if occupied else 0),
-        )
+def _shown(reading: BinReading, observation: Observation) -> Reconstruction:
+    """Return one picture an example: the best bins, in ascending order."""
+    examples = observation.num_examples
+    assert examples is not None
+    occupied, alone = len(reading.places), int(reading.alone.sum())
+    grey = observation.inputs.from_unit(torch.full((1, *observation.input_shape), 0.5))
+    pictures = reading.pictures.reshape(-1, *observation.input_shape)
+    share = reading.strengths / reading.strengths.max().clamp_min(1e-30) if occupied else reading.strengths
+    best_first = (4.0 * reading.alone + 2.0 * reading.plausible + share).argsort(descending=True, stable=True)
+    order = best_first[:examples]
+    order = order[reading.places[order].argsort()]
+    rows, scores = [*pictures[order]], [*reading.scores[order].tolist()]
+    shared = [place for place in order.tolist() if not reading.alone[place]]
+    for extra in range(examples - len(rows)):
+        # Of several in one bin the mixture is all there is, so it stands for each of them.
+        rows.append(pictures[shared[extra % len(shared)]] if shared else grey[0].to(pictures))
+        scores.append(torch.inf)
+    every = alone == examples == occupied
+    labels = reading.labels[order] if every and reading.labels is not None else None
+    altered = reading.noisy or occupied > examples or occupied == 0
+    flags = [*(["ill-conditioned"] if altered else []), *(["mixture"] if examples > 1 and not every else [])]
+    return Reconstruction(
+        inputs=observation.inputs.project(torch.stack(rows)),
+        labels=labels if labels is None or bool((labels >= 0).all()) else None,
+        scores=torch.tensor(scores, dtype=torch.float64),
+        flags=tuple(flags) if every or flags else ("ill-conditioned",),
+        notes=_notes(reading, examples, observation),
+        diagnosis=_diagnosis(reading, examples, every, len(rows) * pictures[0].numel() if occupied else 0),
+    )
 
 
 def _notes(reading: BinReading, examples: int, observation: Observation) -> tuple[str, ...]:

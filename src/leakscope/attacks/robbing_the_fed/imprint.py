@@ -22,6 +22,7 @@ from torch.nn.utils import skip_init
 
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.task import Classification, outputs_of
+from leakscope.matching.determinacy import ACCURATE
 from leakscope.matching.search import AT_ONCE
 
 Connection = Literal["add", "replace"]
@@ -92,8 +93,6 @@ class Imprinted(nn.Module):
 
 #: RMS distance from the 8-bit grid, in its steps, of a picture with so many values on it; 0.29 for any values.
 ON_GRID, GRID_VALUES = 0.1, 16
-#: A bin's own gradient and that of its picture agree up to this share. By chance they do once in some thousand times.
-GRADIENTS_AGREE = 1e-4
 #: Rounding in a sum of examples, in units of the precision.
 ROUNDING = 8
 #: A picture is plausible this near to its bin (in widths) and to the value range; contrast below this share is none.
@@ -122,10 +121,6 @@ class BinReading:
     noisy: bool
     cumulative: bool
 
-    def best_first(self) -> Tensor:
-        share = self.strengths / self.strengths.max().clamp_min(1e-30) if len(self.strengths) else self.strengths
-        return (4.0 * self.alone + 2.0 * self.plausible + share).argsort(descending=True, stable=True)
-
     def expected_error(self) -> float:
         return float(self.errors.max()) if len(self.errors) else math.inf
 
@@ -151,6 +146,7 @@ def read_bins(observation: Observation, model: Imprinted, tolerance: float) -> B
     its own gradient is its bin's.
     """
     update, block = observation.message.update, model.imprint
+    edges = block.edges.double()
     rows, bias = (update[f"imprint.{block.reader}.{name}"].double() for name in ("weight", "bias"))
     sums, gradients = bin_sums(rows, bias, cumulative=not block.sparse)
     both = torch.cat([sums, gradients[:, None]], 1)
@@ -163,13 +159,19 @@ def read_bins(observation: Observation, model: Imprinted, tolerance: float) -> B
     sums, gradients, per_entry = sums[places], gradients[places], noise / math.sqrt(both.shape[1])
     altered = (_rounding(observation, bias, block)[places] + 3 * per_entry) / gradients.abs().clamp_min(1e-300)
     pictures, factors, measured, uncertainty = _scaled(sums, gradients, altered, block, places)
-    blur = per_entry * factors.abs() * _slope(observation)
-    outside = _outside(measured, block, places) - 4 * altered * measured.abs() / _width(block)
+    # From a step of one in the model's units to units of the range.
+    ends = [observation.inputs.to_unit(torch.full((1, *observation.input_shape), value)) for value in (0.0, 1.0)]
+    blur = per_entry * factors.abs() * float((ends[1] - ends[0]).mean())
+    low, high, inner = edges[places], edges[places + 1].clone(), edges[1:-1]
+    width = float(inner[-1] - inner[0]) / (len(inner) - 1) if len(inner) > 1 else 1.0
+    if not block.sparse:
+        high[places == len(edges) - 2] = torch.inf  # nothing ends the top bin of a ReLU
+    outside = torch.maximum(low - measured, measured - high).clamp(min=0) / width - 4 * altered * measured.abs() / width
     beyond = _beyond(pictures, observation)
     plausible = (outside <= NEAR) & (beyond <= NEAR + uncertainty + 3 * blur)
     on_grid = _on_grid(pictures, observation)
     mismatch, labels = _witness(observation, model, pictures, gradients)
-    agree = mismatch <= GRADIENTS_AGREE
+    agree = mismatch <= ACCURATE  # by chance they do once in some thousand times
     # Steps that keep the sign of a gradient only make white pictures, which the top bin would not contradict.
     varied = pictures.amax(1) - pictures.amin(1) > NEAR * pictures.abs().amax(1)
     counted = varied & _undisturbed(observation, block, places, pictures, sums, gradients)
@@ -232,24 +234,6 @@ def _scaled(
     factors = torch.where(use_bin, middle / along, 1 / gradients)
     pictures = (sums * factors[:, None]).nan_to_num(0.0, 0.0, 0.0)
     return pictures, factors, measured.nan_to_num(torch.inf), torch.where(use_bin, by_bin, rounding)
-
-
-def _width(block: Imprint) -> float:
-    inner = block.edges.double()[1:-1]
-    return float(inner[-1] - inner[0]) / (len(inner) - 1) if len(inner) > 1 else 1.0
-
-
-def _outside(measured: Tensor, block: Imprint, places: Tensor) -> Tensor:
-    low, high = block.edges.double()[places], block.edges.double()[places + 1].clone()
-    if not block.sparse:
-        high[places == len(block.edges) - 2] = torch.inf  # nothing ends the top bin of a ReLU
-    return torch.maximum(low - measured, measured - high).clamp(min=0) / _width(block)
-
-
-def _slope(observation: Observation) -> float:
-    """Convert a step of one in the model's units to units of the range."""
-    ends = [observation.inputs.to_unit(torch.full((1, *observation.input_shape), value)) for value in (0.0, 1.0)]
-    return float((ends[1] - ends[0]).mean())
 
 
 def _beyond(pictures: Tensor, observation: Observation) -> Tensor:
