@@ -35,8 +35,9 @@ PACE_WHITENED = 0.2
 LOUD = 1e-2
 #: Random images, and how far they are moved, from which the loudness of channels is read.
 PROBES, MOVED = 8, 0.02
-#: Share of the largest value above which a unit was active: peeled values are exact to 1e-5 of it.
-ACTIVE = 1e-4
+#: Share of the largest value above which a unit was surely active: values of scarce equations are in doubt by 1e-3, and
+#: in front of the ReLU a unit that was shut may be far below zero.
+ACTIVE = 1e-2
 #: Weight of total variation at the start, relative to the features' share; it falls to zero.
 SMOOTHNESS = 3e-3
 #: What the right bytes may leave, relative to the image that was found: both leave the errors of the values alone.
@@ -84,6 +85,13 @@ class KnownValues:
             return [self]
         count = self.shape[0]
         return [dataclasses.replace(self, known={n: v[k : k + 1] for n, v in self.known.items()}) for k in range(count)]
+
+    @property
+    def above(self) -> KnownValues:
+        """Leave out the lowest values: they have the errors of all that was solved above them."""
+        lowest = min(self.known)
+        known = {step: value for step, value in self.known.items() if step > lowest}
+        return dataclasses.replace(self, known=known)
 
     @property
     def pooled(self) -> bool:
