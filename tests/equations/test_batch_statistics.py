@@ -10,7 +10,8 @@ from torch.nn import functional as F
 from leakscope.contracts.errors import NotApplicable
 from leakscope.equations import batch_statistics
 from leakscope.equations.batch_statistics import NormalisedLayer, solve_normalised
-from leakscope.equations.peeling import Peel, agreed_ratio, peel
+from leakscope.equations.peeling import Peel, peel
+from leakscope.equations.robust_solve import agreed_ratio
 from leakscope.network.gates import read_gated
 
 INPUTS, OUTPUTS, SIZE = 12, 24, 5

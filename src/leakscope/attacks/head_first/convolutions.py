@@ -7,7 +7,9 @@ cut is the observed one is right.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -23,6 +25,7 @@ from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.task import Classification
 from leakscope.equations.embedding import Embedding
+from leakscope.equations.local_networks import rounding
 from leakscope.equations.peeling import Cut, Peel, peel
 from leakscope.matching.known_values import KnownValues
 from leakscope.network.gates import GatedNetwork, read_gated
@@ -38,6 +41,10 @@ ROUNDS, NEARLY = 3, 1e-2
 POOLED = 4
 #: The share of the update that images may leave before searches are tried, too: noise in the place of images leaves 1.
 LEFT = 0.3
+#: Share of the update, as noise on each entry, that local steps after the first may be where they are left out.
+REMAINDER = 2e-5
+#: What rounding of weights may leave, in units of what it leaves on average.
+ROUNDED = 2.0
 #: Products that may be spent on counting free directions: the equations are well conditioned or of no use.
 FREE_PRODUCTS = 1200
 
@@ -52,7 +59,7 @@ class PeelConvolutions(Stage[Case]):
         )
         return (
             untouched
-            and not several_steps(seen)
+            and _plain_steps(seen) is not None
             and (case.held is None or case.below is not None)
             and not seen.has_rounds
             and not channel.survivors(seen.message.update)
@@ -64,6 +71,7 @@ class PeelConvolutions(Stage[Case]):
     def propose(self, case: Case) -> Iterator[Candidate]:
         try:
             held, case.known = recover_at_convolution(case.observation)
+            case.before = case.held
             case.hold(held)
         except NotApplicable as error:
             case.notes.append(f"convolutions were not peeled: {error}")
@@ -99,11 +107,46 @@ class InvertValues(Stage[Case]):
             return tuple(itertools.chain.from_iterable(counts))
 
         # The share is that of the whole update, in one precision or the other.
-        proofs = certify(case.observation, inputs, held.labels, share, free, method, replay=False)
-        case.latest = case.candidate(inputs, method, residual=share, certificates=proofs, settles=share < REPLAYED)
-        if share > LEFT:
+        tolerance = _tolerance(case.observation)
+        proofs = certify(case.observation, inputs, held.labels, share, free, method, tolerance, replay=False)
+        found = case.candidate(inputs, method, residual=share, certificates=proofs, settles=share < REPLAYED)
+        if several_steps(case.observation):
+            # What is held is that of the first step: searches cannot compare it with the sum of all of them.
+            found = dataclasses.replace(found, distance=share, labels=held.labels, notes=held.notes)
+            case.hold(case.before)
+        case.latest = found
+        if share > LEFT or (several_steps(case.observation) and not found.settles):
             case.known = None  # searches may come nearer
-        yield case.latest
+        yield found
+
+
+def _plain_steps(observation: Observation) -> int | None:
+    """Return how many plain steps, each on all examples, made the update; None for other clients."""
+    facts, examples = observation.training, observation.num_examples
+    if not several_steps(observation):
+        return 1
+    if examples is None or facts.epochs is None or facts.batch_size is None or facts.batch_size < examples:
+        return None
+    return None if facts.optimizer not in (None, "sgd") or facts.momentum else facts.epochs
+
+
+def _noise(observation: Observation) -> dict[str, float]:
+    """Return what the rounding of weights leaves of each tensor of their difference: its standard deviation."""
+    if observation.message.kind == "gradient":
+        return {}
+    steps, weights = _plain_steps(observation) or 1, dict(observation.model.named_parameters())
+    return {name: rounding(weights[name], steps) for name in observation.message.update if name in weights}
+
+
+def _tolerance(observation: Observation) -> float:
+    """Return the share of the update that its rounding explains; a larger one than images may leave proves nothing."""
+    squares, count, update = 0.0, 0, observation.message.update
+    for name, noise in _noise(observation).items():
+        size = float(update[name].double().square().mean())
+        if size > 0:
+            squares += noise**2 / size * update[name].numel()
+            count += update[name].numel()
+    return max(EXPLAINED, min(ROUNDED * math.sqrt(squares / max(count, 1)), REPLAYED))
 
 
 def _find(known: KnownValues, steps: int) -> tuple[Tensor, float]:
@@ -123,10 +166,24 @@ def recover_at_convolution(observation: Observation) -> tuple[Embedding, KnownVa
     NotApplicable says why there is none.
     """
     network, gradients, head = _read(observation)
-    found = peel(network, gradients, observation.num_examples or 1)
+    steps, noise = _plain_steps(observation) or 1, _noise(observation)
+    examples = observation.num_examples or 1
+    try:
+        found = peel(network, gradients, examples, steps=steps, noise=noise)
+    except NotApplicable:
+        if steps == 1:
+            raise
+        # Where the first step learns the examples by heart, those after it change next to nothing.
+        noise = {name: max(value, REMAINDER * rms(gradients[name])) for name, value in noise.items()}
+        found = peel(network, gradients, examples, noise=noise)
+    found.keep_first_step()
     held, order = _embedding(observation, head, network, found)
     values = {step: value[order] for step, value in found.values.items() if step}
     return held, KnownValues(network, values, observation.inputs)
+
+
+def rms(tensor: Tensor) -> float:
+    return float(tensor.double().square().mean().sqrt())
 
 
 def _read(observation: Observation) -> tuple[GatedNetwork, dict[str, Tensor], Head]:
