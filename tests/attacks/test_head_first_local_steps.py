@@ -12,13 +12,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from leakscope.attacks.candidates import REPLAYED, certify
 from leakscope.attacks.head_first import HeadFirst
 from leakscope.attacks.head_first.case import Case
-from leakscope.attacks.head_first.convolutions import InvertValues, PeelConvolutions, recover_at_convolution
+from leakscope.attacks.head_first.convolutions import (
+    InvertValues,
+    PeelConvolutions,
+    explained_by_rounding,
+    recover_at_convolution,
+)
+from leakscope.contracts.certificate import EXPLAINED
 from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.observation import Observation
 from leakscope.defenses import GradientNoise
 from leakscope.federation import FedAvg
+from leakscope.matching.unexplained import unexplained
 from leakscope.models.resnet import resnet18
 from leakscope.network.gates import read_gated
 
@@ -108,6 +116,21 @@ def test_values_of_a_later_step_are_not_certified() -> None:
     case.take(InvertValues())
     assert case.best is not None
     assert not case.best.certificates
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.01])
+def test_rounding_of_weights_explains_the_truth_and_nothing_near_it(rate: float) -> None:
+    x, y = picture(1), torch.tensor([1])
+    seen, draws = observe(x, y, lr=rate), torch.Generator().manual_seed(4)
+    wide, tolerance = seen.to(dtype=torch.float64), explained_by_rounding(seen)
+    assert EXPLAINED < tolerance <= REPLAYED
+    # With small steps rounding leaves more than a certificate may allow, unless the replay rounds as the client did.
+    assert (unexplained(wide, x.double(), y) < tolerance) is (rate == 0.5)
+    assert unexplained(seen, x, y) < tolerance
+    for size in (1e-3, 1e-2):
+        planted = (x + size * torch.randn(x.shape, generator=draws)).clamp(0, 1)
+        assert unexplained(wide, planted.double(), y) > tolerance
+        assert not certify(seen, planted, y, unexplained(seen, planted, y), (0,), "planted", tolerance, replay=False)
 
 
 def test_noise_is_not_certified() -> None:

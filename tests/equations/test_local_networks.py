@@ -11,9 +11,10 @@ from torch.nn import functional as F
 
 from leakscope.contracts.errors import NotApplicable
 from leakscope.equations import peel_start
+from leakscope.equations.convolution_factor import ConvolutionFactors, factor_convolution
 from leakscope.equations.local_networks import rounding
 from leakscope.equations.peel_state import PeelState
-from leakscope.equations.peeling import Peel, peel
+from leakscope.equations.peeling import BLURRED, Peel, peel
 from leakscope.models.resnet import resnet18
 from leakscope.network.gates import GatedNetwork, WeightedLayer, read_gated
 
@@ -144,3 +145,24 @@ def test_rounding_of_weights_is_the_noise_of_their_difference() -> None:
     before, change = torch.randn(20000, generator=draws), 1e-3 * torch.randn(20000, generator=draws).double()
     found = before - (before.double() - change).float()
     assert float((found - change).std()) == pytest.approx(rounding(before, 1), rel=0.1)
+
+
+def test_refined_factors_are_nearer_to_the_truth() -> None:
+    draws = torch.Generator().manual_seed(0)
+    x = torch.randn((2, 64, 4, 4), generator=draws, dtype=torch.float64).relu()
+    signal = torch.randn((2, 80, 4, 4), generator=draws, dtype=torch.float64)
+    gradient = torch.nn.grad.conv2d_weight(x, (80, 64, 3, 3), signal, padding=1)
+    noise = 1e-4 * float(gradient.square().mean().sqrt())
+    gradient = gradient + noise * torch.randn(gradient.shape, generator=draws, dtype=torch.float64)
+    net = nn.Sequential(nn.ReLU(), nn.Conv2d(64, 80, 3, padding=1), nn.Flatten(), nn.Linear(1280, 2))
+    layer = read_gated(net, (64, 4, 4), "3").layers[0]
+    rough = factor_convolution(gradient, (4, 4), images=2, noise=noise)
+    assert rough.holds
+    assert rough.blur > BLURRED
+
+    def apart(found: ConvolutionFactors) -> float:
+        rows = [F.normalize(one.flatten(1), dim=1) for one in (found.inputs, x)]
+        order = (rows[0] @ rows[1].T).argmax(0)
+        return float((rows[0][order] - rows[1]).norm())
+
+    assert apart(peel_start.refine(layer, gradient, rough)) < 0.7 * apart(rough)

@@ -82,11 +82,14 @@ def factor_convolution(
     gradient = gradient.detach().double()
     height, width = size
     places = height * width
-    right = torch.linalg.svd(gradient.permute(0, 2, 3, 1).flatten(0, 2), full_matrices=False)
+    stacked = gradient.permute(0, 2, 3, 1).flatten(0, 2)
+    # Squares tell the rank in a tenth of the time, so that refusals cost little.
+    spectrum = torch.linalg.eigvalsh(stacked.T @ stacked).flip(0).clamp_min(0).sqrt()
     # The largest singular value of noise, for either of the two ways to make a matrix of the gradient.
-    loud = noise * ((gradient.numel() / gradient.shape[1]) ** 0.5 + gradient.shape[1] ** 0.5)
-    least = max(ROUNDED * float(right.S[0]), loud)
-    count = _images(right.S, places, gradient.shape[1], images, least)
+    loud = noise * (len(stacked) ** 0.5 + stacked.shape[1] ** 0.5)
+    least = max(ROUNDED * float(spectrum[0]), loud)
+    count = _images(spectrum, places, gradient.shape[1], images, least)
+    right = torch.linalg.svd(stacked, full_matrices=False)
     left = torch.linalg.svd(gradient.flatten(1), full_matrices=False)
     # BatchNorm in train mode takes one direction of each batch from the signals.
     rank = min(count * places, _rank(left.S, least))

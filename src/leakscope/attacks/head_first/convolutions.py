@@ -41,6 +41,8 @@ ROUNDS, NEARLY = 3, 1e-2
 POOLED = 4
 #: The share of the update that images may leave before searches are tried, too: noise in the place of images leaves 1.
 LEFT = 0.3
+#: Steps that may be all that shows of an update.
+SHOWN = (2, 1)
 #: Share of the update, as noise on each entry, that local steps after the first may be where they are left out.
 REMAINDER = 2e-5
 #: What rounding of weights may leave, in units of what it leaves on average.
@@ -107,7 +109,7 @@ class InvertValues(Stage[Case]):
             return tuple(itertools.chain.from_iterable(counts))
 
         # The share is that of the whole update, in one precision or the other.
-        tolerance = _tolerance(case.observation)
+        tolerance = explained_by_rounding(case.observation)
         proofs = certify(case.observation, inputs, held.labels, share, free, method, tolerance, replay=False)
         found = case.candidate(inputs, method, residual=share, certificates=proofs, settles=share < REPLAYED)
         if several_steps(case.observation):
@@ -138,7 +140,7 @@ def _noise(observation: Observation) -> dict[str, float]:
     return {name: rounding(weights[name], steps) for name in observation.message.update if name in weights}
 
 
-def _tolerance(observation: Observation) -> float:
+def explained_by_rounding(observation: Observation) -> float:
     """Return the share of the update that its rounding explains; a larger one than images may leave proves nothing."""
     squares, count, update = 0.0, 0, observation.message.update
     for name, noise in _noise(observation).items():
@@ -166,24 +168,38 @@ def recover_at_convolution(observation: Observation) -> tuple[Embedding, KnownVa
     NotApplicable says why there is none.
     """
     network, gradients, head = _read(observation)
-    steps, noise = _plain_steps(observation) or 1, _noise(observation)
-    examples = observation.num_examples or 1
-    try:
-        found = peel(network, gradients, examples, steps=steps, noise=noise)
-    except NotApplicable:
-        if steps == 1:
-            raise
-        # Where the first step learns the examples by heart, those after it change next to nothing.
-        noise = {name: max(value, REMAINDER * rms(gradients[name])) for name, value in noise.items()}
-        found = peel(network, gradients, examples, noise=noise)
+    found = _peel(observation, network, gradients)
     found.keep_first_step()
-    held, order = _embedding(observation, head, network, found)
+    held, order = _labelled(observation, head, network, found)
     values = {step: value[order] for step, value in found.values.items() if step}
     return held, KnownValues(network, values, observation.inputs)
 
 
-def rms(tensor: Tensor) -> float:
-    return float(tensor.double().square().mean().sqrt())
+def _peel(observation: Observation, network: GatedNetwork, gradients: dict[str, Tensor]) -> Peel:
+    """Peel with all steps, or as few as show: those after the loss has vanished change next to nothing."""
+    steps, noise, examples = _plain_steps(observation) or 1, _noise(observation), observation.num_examples or 1
+    refusal: NotApplicable | None = None
+    for shown in (steps, *(few for few in SHOWN if few < steps)):
+        if shown < steps:
+            sizes = {name: float(gradients[name].square().mean().sqrt()) for name in noise}
+            noise = {name: max(value, REMAINDER * sizes[name]) for name, value in noise.items()}
+        try:
+            return peel(network, gradients, examples, steps=shown, noise=noise)
+        except NotApplicable as error:
+            refusal = refusal or error
+    assert refusal is not None
+    raise refusal
+
+
+def _labelled(observation: Observation, head: Head, network: GatedNetwork, found: Peel) -> tuple[Embedding, Tensor]:
+    """Hold the lowest cut whose derivatives tell the labels: far down the errors of derivatives are larger."""
+    for cut in reversed(found.cuts):
+        try:
+            return _embedding(observation, head, network, found, cut)
+        except NotApplicable:
+            if cut is found.cuts[0]:
+                raise
+    raise NotApplicable(found.ended)
 
 
 def _read(observation: Observation) -> tuple[GatedNetwork, dict[str, Tensor], Head]:
@@ -198,8 +214,9 @@ def _read(observation: Observation) -> tuple[GatedNetwork, dict[str, Tensor], He
     return network, {name: value.detach().cpu() for name, value in observation.message.update.items()}, head
 
 
-def _embedding(observation: Observation, head: Head, network: GatedNetwork, found: Peel) -> tuple[Embedding, Tensor]:
-    cut = found.cuts[-1]
+def _embedding(
+    observation: Observation, head: Head, network: GatedNetwork, found: Peel, cut: Cut
+) -> tuple[Embedding, Tensor]:
     reader = next(layer for layer in network.layers if network.steps[layer.step].sources[0] == cut.step)
     module = observation.model.get_submodule(head.module_name)
     assert isinstance(module, nn.Linear)
