@@ -87,6 +87,7 @@ class PeelState:
             gain_gradient=self.gradients[names[0]].double(),
             bias_gradient=self.gradients[names[1]].double(),
             eps=module.eps,
+            noisy=bool(self.noise),
             rows=lambda signal: gradient_rows(layer, signal, shape),
             forward=lambda value: self.network.forward(layer.step, value),
         )
