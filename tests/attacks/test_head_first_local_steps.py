@@ -18,6 +18,7 @@ from leakscope.attacks.head_first.case import Case
 from leakscope.attacks.head_first.convolutions import (
     InvertValues,
     PeelConvolutions,
+    _fewer_steps,
     explained_by_rounding,
     recover_at_convolution,
 )
@@ -25,6 +26,7 @@ from leakscope.contracts.certificate import EXPLAINED
 from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.observation import Observation
 from leakscope.defenses import GradientNoise
+from leakscope.equations.local_networks import rounding
 from leakscope.federation import FedAvg
 from leakscope.matching.unexplained import unexplained
 from leakscope.models.resnet import resnet18
@@ -90,6 +92,14 @@ def test_a_step_that_follows_a_vanishing_loss_is_left_out() -> None:
     several = dataclasses.replace(seen.training, epochs=3)
     held, _ = recover_at_convolution(seen.with_facts(training=several))
     assert torch.allclose(held.features, alone.features, atol=1e-3 * float(alone.features.max()))
+
+
+@pytest.mark.parametrize("taken", [1, 3])
+def test_one_step_is_tried_where_no_more_show(taken: int) -> None:
+    seen = observe(picture(1), torch.tensor([1]), epochs=taken)
+    network = read_gated(seen.model, SHAPE, "head.fc1")
+    noise = {name: rounding(value, 3) for name, value in seen.model.named_parameters()}
+    assert (1 in _fewer_steps(network, dict(seen.message.update), 1, 3, noise)) is (taken == 1)
 
 
 @pytest.mark.parametrize("wrong", ["rate", "steps"])

@@ -83,10 +83,7 @@ def factor_convolution(
     height, width = size
     places = height * width
     stacked = gradient.permute(0, 2, 3, 1).flatten(0, 2)
-    # Squares tell the rank in a tenth of the time, so that refusals cost little.
-    spectrum = torch.linalg.eigvalsh(stacked.T @ stacked).flip(0).clamp_min(0).sqrt()
-    # The largest singular value of noise, for either of the two ways to make a matrix of the gradient.
-    loud = noise * (len(stacked) ** 0.5 + stacked.shape[1] ** 0.5)
+    spectrum, loud = _spectrum(stacked, noise)
     least = max(ROUNDED * float(spectrum[0]), loud)
     count = _images(spectrum, places, gradient.shape[1], images, least)
     right = torch.linalg.svd(stacked, full_matrices=False)
@@ -108,6 +105,19 @@ def factor_convolution(
     return ConvolutionFactors(
         inputs=inputs, signals=signals, gap=gap, consistency=consistency, negative=negative, blur=blur
     )
+
+
+def visible_rank(gradient: Tensor, noise: float) -> int:
+    """Count the directions of a kernel's inputs that its gradient shows above noise and rounding."""
+    spectrum, loud = _spectrum(gradient.detach().double().permute(0, 2, 3, 1).flatten(0, 2), noise)
+    return _rank(spectrum, max(ROUNDED * float(spectrum[0]), loud))
+
+
+def _spectrum(stacked: Tensor, noise: float) -> tuple[Tensor, float]:
+    """Return the singular values of a gradient, and the largest one that its noise has by itself."""
+    # Squares tell the rank in a tenth of the time, so that refusals cost little.
+    spectrum = torch.linalg.eigvalsh(stacked.T @ stacked).flip(0).clamp_min(0).sqrt()
+    return spectrum, noise * (len(stacked) ** 0.5 + stacked.shape[1] ** 0.5)
 
 
 def _rank(spectrum: Tensor, least: float) -> int:

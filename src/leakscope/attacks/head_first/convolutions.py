@@ -24,8 +24,10 @@ from leakscope.contracts.channel import Channel
 from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.task import Classification
+from leakscope.equations.convolution_factor import visible_rank
 from leakscope.equations.embedding import Embedding
-from leakscope.equations.local_networks import rounding
+from leakscope.equations.local_networks import LocalNetworks, rounding
+from leakscope.equations.peel_start import startable
 from leakscope.equations.peeling import Cut, Peel, peel
 from leakscope.matching.known_values import KnownValues
 from leakscope.network.gates import GatedNetwork, read_gated
@@ -179,7 +181,7 @@ def _peel(observation: Observation, network: GatedNetwork, gradients: dict[str, 
     """Peel with all steps, or as few as show: those after the loss has vanished change next to nothing."""
     steps, noise, examples = _plain_steps(observation) or 1, _noise(observation), observation.num_examples or 1
     refusal: NotApplicable | None = None
-    for shown in (steps, *(few for few in SHOWN if few < steps)):
+    for shown in (steps, *_fewer_steps(network, gradients, examples, steps, noise)):
         if shown < steps:
             sizes = {name: float(gradients[name].square().mean().sqrt()) for name in noise}
             noise = {name: max(value, REMAINDER * sizes[name]) for name, value in noise.items()}
@@ -189,6 +191,19 @@ def _peel(observation: Observation, network: GatedNetwork, gradients: dict[str, 
             refusal = refusal or error
     assert refusal is not None
     raise refusal
+
+
+def _fewer_steps(
+    network: GatedNetwork, gradients: dict[str, Tensor], examples: int, steps: int, noise: dict[str, float]
+) -> list[int]:
+    """List numbers of steps that may be all that shows: not more directions than theirs and some of the next one's."""
+    layers = startable(LocalNetworks([network]), gradients, examples) if steps > 1 else []
+    if not layers:
+        return []
+    layer = max(layers, key=lambda one: one.step)
+    places = examples * math.prod(network.steps[network.steps[layer.step].sources[0]].shape[1:])
+    rank = visible_rank(gradients[layer.weight_name], noise.get(layer.weight_name, 0.0))
+    return [few for few in SHOWN if few < steps and few * places <= rank <= (few + 1.1) * places]
 
 
 def _labelled(observation: Observation, head: Head, network: GatedNetwork, found: Peel) -> tuple[Embedding, Tensor]:
