@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,7 +12,8 @@ from torch.nn import functional as F
 from leakscope.contracts.errors import NotApplicable
 from leakscope.equations import batch_statistics
 from leakscope.equations.batch_statistics import NormalisedLayer, solve_normalised
-from leakscope.equations.peeling import Peel, agreed_ratio, peel
+from leakscope.equations.peeling import Peel, peel
+from leakscope.equations.robust_solve import agreed_ratio
 from leakscope.network.gates import read_gated
 
 INPUTS, OUTPUTS, SIZE = 12, 24, 5
@@ -58,6 +61,16 @@ def test_the_input_is_found_but_for_its_scale() -> None:
     scale = float((value * x).sum() / value.square().sum())
     assert scale > 0
     assert torch.allclose(scale * value, x, atol=1e-4)
+
+
+@pytest.mark.parametrize("noisy", [True, False])
+def test_noise_of_the_gains_gradient_counts_where_it_is_relied_on(noisy: bool) -> None:
+    layer, x, _ = problem()
+    noise = torch.randn(OUTPUTS, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    off = layer.gain_gradient + 1e-2 * layer.gain_gradient.abs().mean() * noise
+    value, _ = solve_normalised([dataclasses.replace(layer, gain_gradient=off, noisy=noisy)], reshape)
+    scale = float((value * x).sum() / value.square().sum())
+    assert (float((scale * value - x).norm() / x.norm()) < 1e-4) is noisy
 
 
 def test_derivatives_go_down_and_up_through_the_statistics() -> None:

@@ -8,7 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from leakscope.contracts.errors import NotApplicable
-from leakscope.equations.peeling import AGREES, LEAST_EQUATIONS, SET_ASIDE, Peel, active, peel, robust_solve
+from leakscope.equations.convolution_equations import LEAST_EQUATIONS
+from leakscope.equations.peel_state import active
+from leakscope.equations.peeling import AGREES, Peel, peel
+from leakscope.equations.robust_solve import SET_ASIDE, robust_solve
 from leakscope.models.resnet import resnet18
 from leakscope.network.gates import GatedNetwork, read_gated
 

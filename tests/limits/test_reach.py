@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from leakscope.equations.peeling import LEAST_EQUATIONS
+from leakscope.equations.convolution_equations import LEAST_EQUATIONS
 from leakscope.limits.reach import layer_reaches, lowest_layer
 from leakscope.models import build_model
 

@@ -19,6 +19,8 @@ from leakscope.equations.robust_solve import DEAD, RIDGE, agreement
 
 #: Rounds for xhat, and what it may still move in the last: below the rounding of a float32 gradient.
 ROUNDS, MOVED = 60, 1e-6
+#: The same where gradients are noisy: the gain's then follows from xhat, which takes twice as many rounds.
+MOVED_NOISY = 1e-5
 #: Mixtures of the input channels that tell kappa: far more equations than it has unknowns, and far fewer products.
 MIXTURES = 4
 
@@ -28,7 +30,8 @@ class NormalisedLayer:
     """A convolution with the BatchNorm behind it: ``signal`` is the derivative at the output of both.
 
     ``rows`` gives the matrix from a channel of what is read to the weight gradient, for a derivative at the output;
-    ``forward`` the outputs for what is read. ``gradient``: the kernel's (outputs, offsets, inputs).
+    ``forward`` the outputs for what is read. ``gradient``: the kernel's (outputs, offsets, inputs). ``noisy``: the
+    gain's gradient says less than what it follows from.
     """
 
     signal: Tensor
@@ -37,13 +40,15 @@ class NormalisedLayer:
     gain_gradient: Tensor
     bias_gradient: Tensor
     eps: float
+    noisy: bool = False
     rows: Callable[[Tensor], Tensor]
     forward: Callable[[Tensor], Tensor]
 
     def derivative(self, normalised: Tensor) -> Tensor:
         """Return the derivative at the convolution's output, but for the factor of each channel."""
         places = self.signal.numel() / self.signal.shape[1]
-        along = (self.gain_gradient / places).reshape(1, -1, 1, 1)
+        gain_gradient = (self.signal * normalised).sum((0, 2, 3)) if self.noisy else self.gain_gradient
+        along = (gain_gradient / places).reshape(1, -1, 1, 1)
         return self.signal - self.signal.mean((0, 2, 3), keepdim=True) - normalised * along
 
     def normalise(self, value: Tensor, eps: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -89,7 +94,7 @@ def solve_normalised(
         new = [layer.normalise(value)[0] for layer in layers]
         moved = max(float((a - b).norm() / b.norm().clamp_min(1e-300)) for a, b in zip(normalised, new, strict=True))
         normalised = new
-        if moved < MOVED:
+        if moved < (MOVED_NOISY if any(layer.noisy for layer in layers) else MOVED):
             return value, weights.split([len(one) for one in sizes])
     raise NotApplicable(f"the statistics of the batch still move by {moved:.0e}")
 

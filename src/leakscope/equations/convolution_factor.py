@@ -28,6 +28,8 @@ ROUNDED = 1e-6
 CONSISTENT, NEGATIVE = 1e-3, 1e-3
 #: Entries below these shares of an image's largest count as its zeros, in turn, while the images are separated.
 ZEROS = (1e-2, 1e-2, 1e-3, 1e-3, 1e-4, 1e-5, 1e-5)
+#: Values within so many times the median of what is negative are zeros.
+BLURRED = 5.0
 
 Place = tuple[int, int]
 
@@ -39,6 +41,7 @@ class ConvolutionFactors:
     The first is too large by what the second is too small. Three certificates: ``gap``, the ratio of singular values
     that tells the number of images from the null space of a corner; ``consistency``, what the least squares of the
     shifts leave; ``negative``, the most negative entry relative to the largest. Each is small where the factors hold.
+    ``blur``: known noise as a share of the smallest singular value that counts; each may be as large.
     """
 
     inputs: Tensor
@@ -46,18 +49,27 @@ class ConvolutionFactors:
     gap: float
     consistency: float
     negative: float
+    blur: float = 0.0
 
     @property
     def holds(self) -> bool:
-        return self.consistency < CONSISTENT and self.negative < NEGATIVE and self.gap < CONSISTENT
+        blurred = max(1.0, self.blur / CONSISTENT)
+        return (
+            self.consistency < CONSISTENT * blurred
+            and self.negative < NEGATIVE * blurred
+            and self.gap < CONSISTENT * blurred
+        )
 
 
-def factor_convolution(gradient: Tensor, size: tuple[int, int], *, images: int | None = None) -> ConvolutionFactors:
+def factor_convolution(
+    gradient: Tensor, size: tuple[int, int], *, images: int | None = None, noise: float = 0.0
+) -> ConvolutionFactors:
     """Factor the ``gradient`` (outputs, inputs, rows, columns) of a kernel that reads maps of ``size``.
 
     Its stride is 1, and its padding keeps the size: without padding the corner has no shift that leaves the image.
 
-    ``images``: how many there are, where that is known; the rank of the gradient tells it otherwise.
+    ``images``: how many there are, where that is known; the rank of the gradient tells it otherwise. ``noise``: the
+    standard deviation of the entries' errors, where they are larger than rounding to float32.
     NotApplicable where the gradient does not have the rank that determines the factors.
 
     >>> draws = torch.Generator().manual_seed(0)
@@ -70,35 +82,56 @@ def factor_convolution(gradient: Tensor, size: tuple[int, int], *, images: int |
     gradient = gradient.detach().double()
     height, width = size
     places = height * width
-    right = torch.linalg.svd(gradient.permute(0, 2, 3, 1).flatten(0, 2), full_matrices=False)
-    count = _images(right.S, places, gradient.shape[1], images)
+    stacked = gradient.permute(0, 2, 3, 1).flatten(0, 2)
+    spectrum, loud = _spectrum(stacked, noise)
+    least = max(ROUNDED * float(spectrum[0]), loud)
+    count = _images(spectrum, places, gradient.shape[1], images, least)
+    right = torch.linalg.svd(stacked, full_matrices=False)
     left = torch.linalg.svd(gradient.flatten(1), full_matrices=False)
     # BatchNorm in train mode takes one direction of each batch from the signals.
-    rank = min(count * places, _rank(left.S))
+    rank = min(count * places, _rank(left.S, least))
     basis, rows = left.U[:, :rank], right.Vh[: count * places]
     shifts = torch.einsum("cr,cdij,nd->ijrn", basis, gradient, rows)
     columns, gap, consistency = _grow(shifts, size, count)
     mixed = torch.linalg.solve(columns, rows).reshape(count, height, width, -1).permute(0, 3, 1, 2)
     signals = _signals(shifts, columns, basis, size, count)
-    inputs, mixing = _separate(mixed)
+    inputs, mixing = _separate(mixed, noisy=noise > 0)
+    if int(torch.linalg.matrix_rank(mixing)) < count:
+        raise NotApplicable("images are too much alike to be separated")
     # (D inverse(M)) (M X) = D X
     signals = torch.einsum("bchw,bk->kchw", signals, torch.linalg.inv(mixing))
     negative = float((-inputs.flatten(1).amin(1) / inputs.flatten(1).amax(1)).clamp_min(0).max())
-    return ConvolutionFactors(inputs=inputs, signals=signals, gap=gap, consistency=consistency, negative=negative)
+    blur = loud / float(right.S[count * places - 1])
+    return ConvolutionFactors(
+        inputs=inputs, signals=signals, gap=gap, consistency=consistency, negative=negative, blur=blur
+    )
 
 
-def _rank(spectrum: Tensor) -> int:
-    return int(((spectrum > ROUNDED * spectrum[0]) & (spectrum > 0)).sum())
+def visible_rank(gradient: Tensor, noise: float) -> int:
+    """Count the directions of a kernel's inputs that its gradient shows above noise and rounding."""
+    spectrum, loud = _spectrum(gradient.detach().double().permute(0, 2, 3, 1).flatten(0, 2), noise)
+    return _rank(spectrum, max(ROUNDED * float(spectrum[0]), loud))
 
 
-def _images(spectrum: Tensor, places: int, channels: int, images: int | None) -> int:
-    rank = _rank(spectrum)
+def _spectrum(stacked: Tensor, noise: float) -> tuple[Tensor, float]:
+    """Return the singular values of a gradient, and the largest one that its noise has by itself."""
+    # Squares tell the rank in a tenth of the time, so that refusals cost little.
+    spectrum = torch.linalg.eigvalsh(stacked.T @ stacked).flip(0).clamp_min(0).sqrt()
+    return spectrum, noise * (len(stacked) ** 0.5 + stacked.shape[1] ** 0.5)
+
+
+def _rank(spectrum: Tensor, least: float) -> int:
+    return int(((spectrum > least) & (spectrum > 0)).sum())
+
+
+def _images(spectrum: Tensor, places: int, channels: int, images: int | None, least: float) -> int:
+    rank = _rank(spectrum, least)
     count = images or round(rank / places)
     if not count or count * places > channels:
         raise NotApplicable(f"{count or 1} images of {places} places do not fit into {channels} channels")
     if rank < count * places:
         raise NotApplicable(f"the inputs have rank {rank}, not one for each of {count} x {places} places")
-    if count * places < len(spectrum) and spectrum[count * places] > 30 * ROUNDED * spectrum[0]:
+    if count * places < len(spectrum) and spectrum[count * places] > 30 * least:
         raise NotApplicable(f"the gradient has a higher rank than {count} images of {places} places give")
     return count
 
@@ -160,7 +193,7 @@ def _signals(shifts: Tensor, columns: Tensor, basis: Tensor, size: Place, count:
     return torch.einsum("cr,rbhw->bchw", basis, total / readers)
 
 
-def _separate(mixed: Tensor) -> tuple[Tensor, Tensor]:
+def _separate(mixed: Tensor, *, noisy: bool) -> tuple[Tensor, Tensor]:
     """Return images that are not negative, and the matrix that makes them of the mixed ones.
 
     Units that one image alone switches on are the extreme rays of all units' values: successive projections find them.
@@ -171,7 +204,7 @@ def _separate(mixed: Tensor) -> tuple[Tensor, Tensor]:
     u, s, rows = torch.linalg.svd(flat, full_matrices=False)
     scale = flat.shape[1] ** 0.5
     rows, back = rows * scale, (u / s).T * scale
-    own = _null_vectors(rows, _extreme_rays(rows, count)) if count > 1 else rows.new_ones(1, 1)
+    own = _null_vectors(rows, _extreme_rays(rows, count), noisy=noisy) if count > 1 else rows.new_ones(1, 1)
     matrix = own @ back
     values = matrix @ flat
     sign = torch.where(values.mean(1) < 0, -1.0, 1.0).to(values)[:, None]
@@ -199,13 +232,16 @@ def _extreme_rays(rows: Tensor, count: int) -> Tensor:
     return F.normalize(torch.linalg.pinv(points[:, chosen]), dim=1)
 
 
-def _null_vectors(rows: Tensor, own: Tensor) -> Tensor:
+def _null_vectors(rows: Tensor, own: Tensor, *, noisy: bool) -> Tensor:
     for share in ZEROS:
         values = own @ rows
         values = values / values.abs().amax(1, keepdim=True)
         refined = []
         for vector, value in zip(own, values, strict=True):
-            zeros = rows[:, value.abs() < share]
+            # Nothing is negative: what is shows how large errors are, where noise is known to be the reason.
+            below = value[value < 0]
+            errors = BLURRED * float(below.abs().median()) if noisy and len(below) else 0.0
+            zeros = rows[:, value.abs() < max(share, min(errors, ZEROS[0]))]
             null = torch.linalg.eigh(zeros @ zeros.T)[1][:, 0]
             null = null * torch.sign(null @ vector)
             refined.append(null if zeros.shape[1] >= len(rows) and float(null @ vector) > 0.9 else vector)

@@ -20,6 +20,8 @@ TRIMMED = 0.9
 AGREEING = 0.75
 #: What weights may still move where equations are scarce.
 SETTLED = 0.1
+#: How far ratios that agree may be apart.
+SAME_RATIO = 1e-3
 #: Rounds of weighted least squares for each input.
 ROUNDS = 8
 
@@ -121,3 +123,19 @@ def _weighted(
         raise NotApplicable("the equations do not have full rank")
     plain = torch.cholesky_solve(right, factor)
     return solve_non_negative(normal, right, plain if start is None else start) if non_negative else plain
+
+
+def agreed_ratio(known: Tensor, wanted: Tensor) -> float:
+    """Return wanted / known by all entries that agree on it; NotApplicable where fewer than half do.
+
+    >>> round(agreed_ratio(torch.tensor([3.0, 2.0, 1.0]), torch.tensor([6.0, 4.0, 7.0])), 6)
+    2.0
+    """
+    ratios = wanted / torch.where(known == 0, torch.ones_like(known), known)
+    order = ratios.argsort()
+    middle = known.abs()[order].cumsum(0)
+    ratio = ratios[order][int((middle < middle[-1] / 2).sum())]
+    agree = (ratios - ratio).abs() < SAME_RATIO * ratio.abs()
+    if float(ratio) <= 0 or float(known[agree].square().sum()) < known.square().sum() / 2:
+        raise NotApplicable("the bias gradient in front does not tell the scale")
+    return float((known[agree] @ wanted[agree]) / known[agree].square().sum())

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from leakscope.contracts.errors import NotApplicable
-from leakscope.equations.peeling import LEAST_EQUATIONS, equations
+from leakscope.equations.convolution_equations import LEAST_EQUATIONS, equations
 from leakscope.network.patches import find_patches
 from leakscope.network.recorder import Call, probe, probe_input
 

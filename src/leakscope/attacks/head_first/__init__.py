@@ -8,8 +8,9 @@ candidate is the result. docs/strength.md explains and measures them.
 1. *Solve the head*: each example's features and output gradients (:mod:`leakscope.equations.embedding`).
 2. *Peel dense layers* below it, one by one. An MLP ends here.
 3. *Peel convolutions*: factor one of them, and solve the layers below it by least squares. ResNets are cut in their
-   lower half, with BatchNorm in eval or train mode (:mod:`leakscope.equations.peeling`). *Invert the values* that this
-   tells (:mod:`leakscope.matching.known_values`), instead of step 4.
+   lower half, with BatchNorm in eval or train mode (:mod:`leakscope.equations.peeling`). Several plain local steps on
+   the same batch are taken apart (:mod:`leakscope.equations.local_networks`). *Invert the values* that this tells
+   (:mod:`leakscope.matching.known_values`), instead of step 4.
 4. *Search below the cut* with features and adjoints held (:mod:`leakscope.matching.held`).
 5. *Decode masks* of ReLU networks, and solve what is then linear; or *Gauss-Newton* steps on networks without kinks. A
    residual of rounding and no free direction are a certificate. Steps 4 and 5 repeat until one explains the update.

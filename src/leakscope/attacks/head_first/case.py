@@ -62,13 +62,14 @@ class Case:
         self.like = next(iter(self.update.values()))
         self.held: Embedding | None = None
         self.known: KnownValues | None = None
+        self.before: Embedding | None = None
         self.best: Candidate | None = None
         self.latest: Candidate | None = None
         self.noise: NoiseTest | None = None
         self.notes: list[str] = []
         self.steps = self.searches = self._shown = 0
 
-    def hold(self, found: Embedding) -> None:
+    def hold(self, found: Embedding | None) -> None:
         self.held = found
         for name in ("dropped_below", "solvable", "gated", "matching"):
             self.__dict__.pop(name, None)

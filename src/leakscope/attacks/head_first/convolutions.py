@@ -7,6 +7,7 @@ cut is the observed one is right.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,10 @@ from leakscope.contracts.channel import Channel
 from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.task import Classification
+from leakscope.equations.convolution_factor import visible_rank
 from leakscope.equations.embedding import Embedding
+from leakscope.equations.local_networks import LocalNetworks, rounding
+from leakscope.equations.peel_start import startable
 from leakscope.equations.peeling import Cut, Peel, peel
 from leakscope.matching.known_values import KnownValues
 from leakscope.matching.least_squares import Preconditioner
@@ -46,6 +50,12 @@ LENGTHS, POOLED = (1 / 3, 1, 10 / 3), 4
 LONG_WORK = 2e12
 #: The share of the update that images may leave before searches are tried, too: noise in the place of images leaves 1.
 LEFT = 0.3
+#: Steps that may be all that shows of an update.
+SHOWN = (2, 1)
+#: Share of the update, as noise on each entry, that local steps after the first may be where they are left out.
+REMAINDER = 2e-5
+#: What rounding of weights may leave, in units of what it leaves on average.
+ROUNDED = 2.0
 #: Products that may be spent on counting free directions: the equations are well conditioned or of no use.
 FREE_PRODUCTS = 1200
 
@@ -60,7 +70,7 @@ class PeelConvolutions(Stage[Case]):
         )
         return (
             untouched
-            and not several_steps(seen)
+            and _plain_steps(seen) is not None
             and (case.held is None or case.below is not None)
             and not seen.has_rounds
             and not channel.survivors(seen.message.update)
@@ -72,6 +82,7 @@ class PeelConvolutions(Stage[Case]):
     def propose(self, case: Case) -> Iterator[Candidate]:
         try:
             held, case.known = recover_at_convolution(case.observation)
+            case.before = case.held
             case.hold(held)
         except NotApplicable as error:
             case.notes.append(f"convolutions were not peeled: {error}")
@@ -112,11 +123,46 @@ class InvertValues(Stage[Case]):
             return tuple(itertools.chain.from_iterable(counts))
 
         # The share is that of the whole update, in one precision or the other.
-        proofs = certify(case.observation, inputs, held.labels, share, free, method, replay=False)
-        case.latest = case.candidate(inputs, method, residual=share, certificates=proofs, settles=share < REPLAYED)
-        if share > LEFT:
+        tolerance = explained_by_rounding(case.observation)
+        proofs = certify(case.observation, inputs, held.labels, share, free, method, tolerance, replay=False)
+        found = case.candidate(inputs, method, residual=share, certificates=proofs, settles=share < REPLAYED)
+        if several_steps(case.observation):
+            # What is held is that of the first step: searches cannot compare it with the sum of all of them.
+            found = dataclasses.replace(found, distance=share, labels=held.labels, notes=held.notes)
+            case.hold(case.before)
+        case.latest = found
+        if share > LEFT or (several_steps(case.observation) and not found.settles):
             case.known = None  # searches may come nearer
-        yield case.latest
+        yield found
+
+
+def _plain_steps(observation: Observation) -> int | None:
+    """Return how many plain steps, each on all examples, made the update; None for other clients."""
+    facts, examples = observation.training, observation.num_examples
+    if not several_steps(observation):
+        return 1
+    if examples is None or facts.epochs is None or facts.batch_size is None or facts.batch_size < examples:
+        return None
+    return None if facts.optimizer not in (None, "sgd") or facts.momentum else facts.epochs
+
+
+def _noise(observation: Observation) -> dict[str, float]:
+    """Return what the rounding of weights leaves of each tensor of their difference: its standard deviation."""
+    if observation.message.kind == "gradient":
+        return {}
+    steps, weights = _plain_steps(observation) or 1, dict(observation.model.named_parameters())
+    return {name: rounding(weights[name], steps) for name in observation.message.update if name in weights}
+
+
+def explained_by_rounding(observation: Observation) -> float:
+    """Return the share of the update that its rounding explains; a larger one than images may leave proves nothing."""
+    squares, count, update = 0.0, 0, observation.message.update
+    for name, noise in _noise(observation).items():
+        size = float(update[name].double().square().mean())
+        if size > 0:
+            squares += noise**2 / size * update[name].numel()
+            count += update[name].numel()
+    return max(EXPLAINED, min(ROUNDED * math.sqrt(squares / max(count, 1)), REPLAYED))
 
 
 def _find(known: KnownValues, lengths: Sequence[int]) -> tuple[Tensor, float, Preconditioner | None]:
@@ -146,10 +192,51 @@ def recover_at_convolution(observation: Observation) -> tuple[Embedding, KnownVa
     NotApplicable says why there is none.
     """
     network, gradients, head = _read(observation)
-    found = peel(network, gradients, observation.num_examples or 1)
-    held, order = _embedding(observation, head, network, found)
+    found = _peel(observation, network, gradients)
+    found.keep_first_step()
+    held, order = _labelled(observation, head, network, found)
     values = {step: value[order] for step, value in found.values.items() if step}
     return held, KnownValues(network, values, observation.inputs)
+
+
+def _peel(observation: Observation, network: GatedNetwork, gradients: dict[str, Tensor]) -> Peel:
+    """Peel with all steps, or as few as show: those after the loss has vanished change next to nothing."""
+    steps, noise, examples = _plain_steps(observation) or 1, _noise(observation), observation.num_examples or 1
+    refusal: NotApplicable | None = None
+    for shown in (steps, *_fewer_steps(network, gradients, examples, steps, noise)):
+        if shown < steps:
+            sizes = {name: float(gradients[name].square().mean().sqrt()) for name in noise}
+            noise = {name: max(value, REMAINDER * sizes[name]) for name, value in noise.items()}
+        try:
+            return peel(network, gradients, examples, steps=shown, noise=noise)
+        except NotApplicable as error:
+            refusal = refusal or error
+    assert refusal is not None
+    raise refusal
+
+
+def _fewer_steps(
+    network: GatedNetwork, gradients: dict[str, Tensor], examples: int, steps: int, noise: dict[str, float]
+) -> list[int]:
+    """List numbers of steps that may be all that shows: not more directions than theirs and some of the next one's."""
+    layers = startable(LocalNetworks([network]), gradients, examples) if steps > 1 else []
+    if not layers:
+        return []
+    layer = max(layers, key=lambda one: one.step)
+    places = examples * math.prod(network.steps[network.steps[layer.step].sources[0]].shape[1:])
+    rank = visible_rank(gradients[layer.weight_name], noise.get(layer.weight_name, 0.0))
+    return [few for few in SHOWN if few < steps and few * places <= rank <= (few + 1.1) * places]
+
+
+def _labelled(observation: Observation, head: Head, network: GatedNetwork, found: Peel) -> tuple[Embedding, Tensor]:
+    """Hold the lowest cut whose derivatives tell the labels: far down the errors of derivatives are larger."""
+    for cut in reversed(found.cuts):
+        try:
+            return _embedding(observation, head, network, found, cut)
+        except NotApplicable:
+            if cut is found.cuts[0]:
+                raise
+    raise NotApplicable(found.ended)
 
 
 def _read(observation: Observation) -> tuple[GatedNetwork, dict[str, Tensor], Head]:
@@ -164,8 +251,9 @@ def _read(observation: Observation) -> tuple[GatedNetwork, dict[str, Tensor], He
     return network, {name: value.detach().cpu() for name, value in observation.message.update.items()}, head
 
 
-def _embedding(observation: Observation, head: Head, network: GatedNetwork, found: Peel) -> tuple[Embedding, Tensor]:
-    cut = found.cuts[-1]
+def _embedding(
+    observation: Observation, head: Head, network: GatedNetwork, found: Peel, cut: Cut
+) -> tuple[Embedding, Tensor]:
     reader = next(layer for layer in network.layers if network.steps[layer.step].sources[0] == cut.step)
     module = observation.model.get_submodule(head.module_name)
     assert isinstance(module, nn.Linear)
