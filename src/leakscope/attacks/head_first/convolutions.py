@@ -104,7 +104,7 @@ class InvertValues(Stage[Case]):
         steps = case.attack.iterations
         if narrow.pooled:
             parts, steps = narrow.whitened().parts, POOLED * steps
-        lengths = [round(length * steps) for length in LENGTHS]
+        lengths = [math.ceil(length * steps) for length in LENGTHS]
         lengths = [length for length in lengths if length <= max(steps, LONG_WORK / narrow.work)]
         count, tell = len(parts), case.told(sum(lengths) * len(parts))
         rows, helpers = list[Tensor](), list[Preconditioner | None]()
