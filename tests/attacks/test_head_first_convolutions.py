@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from leakscope.attacks.candidates import REPLAYED, certify
 from leakscope.attacks.head_first import HeadFirst
 from leakscope.attacks.head_first.case import Case
-from leakscope.attacks.head_first.convolutions import InvertValues, PeelConvolutions
+from leakscope.attacks.head_first.convolutions import CLEAN, NEARLY, InvertValues, PeelConvolutions, find_example
 from leakscope.contracts.certificate import EXPLAINED
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
@@ -99,6 +100,31 @@ def test_images_of_a_batch_are_found_one_by_one() -> None:
     assert found.labels is not None
     order = [found.labels.tolist().index(label) for label in y.tolist()]
     assert float((found.inputs[order] - x).square().mean()) < 1e-6
+
+
+@pytest.mark.parametrize(("error", "left_out"), [(0.3 * CLEAN, False), (30 * CLEAN, True)])
+def test_values_in_error_are_left_out(error: float, left_out: bool) -> None:
+    x = picture(1)
+    case = Case(HeadFirst(), observe(x, torch.tensor([1])), torch.Generator().manual_seed(0))
+    case.take(PeelConvolutions())
+    assert case.known is not None
+    known = case.known.to(torch.float32)
+    truth, lowest = known.network.onwards(0, x).values, min(known.known)
+    values = {step: truth[step] for step in known.known}
+    values[lowest] = values[lowest] * (1 + error * torch.randn(values[lowest].shape))
+    found, left, _ = find_example(dataclasses.replace(known, known=values), [100])
+    assert (left > error / 3) is not left_out
+    assert torch.allclose(found, x.flatten(), atol=1e-6)
+
+
+def test_the_longest_descent_is_the_last() -> None:
+    """Values of another image, channels exchanged, explain nothing: all lengths are tried, and the best is kept."""
+    case = Case(HeadFirst(), observe(picture(1), torch.tensor([1])), torch.Generator().manual_seed(0))
+    case.take(PeelConvolutions())
+    assert case.known is not None
+    wrong = {step: value.flip(1) for step, value in case.known.to(torch.float32).known.items()}
+    _, left, _ = find_example(dataclasses.replace(case.known.to(torch.float32), known=wrong), [3, 6])
+    assert left > NEARLY
 
 
 def test_an_image_that_was_found_leaves_nothing_to_search() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from leakscope.contracts.inputs import Box, ValueRange
-from leakscope.matching.known_values import KnownValues
-from leakscope.matching.least_squares import Preconditioner
+from leakscope.matching.known_values import ACTIVE, GAIN, KnownValues
+from leakscope.matching.least_squares import LevenbergMarquardt, Preconditioner
 from leakscope.network.gates import GatedNetwork, read_gated
 
 SHAPE = (1, 6, 6)
@@ -84,6 +86,32 @@ def test_bytes_are_kept_where_the_values_agree(level: float, rounded: bool) -> N
     near = x + level * torch.sign(torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype))
     left = float((known(near) - known.wanted).norm() / known.wanted.norm())
     assert torch.allclose(known.whole_bytes(near, left), x, atol=1e-6) is rounded
+
+
+@pytest.mark.parametrize(("share", "in_doubt"), [(0.9 * ACTIVE, True), (1.1 * ACTIVE, False)])
+def test_small_known_values_of_units_that_are_shut_weigh_little(share: float, in_doubt: bool) -> None:
+    """In front of the ReLU the right image may be far from a small value that is an error."""
+    x = image(1)
+    known = known_of(network()[1], x)
+    lowest = min(known.known)
+    value, received = known.known[lowest].clone(), known.network.run(x.double()).received[lowest]
+    shut = received.flatten().argmin()
+    value.view(-1)[shut] = share * value.max()
+    left = dataclasses.replace(known, known={**known.known, lowest: value}).leaves(x.double().flatten())
+    error = share * float(value.max() / value.norm())
+    assert (left < 1.1 * error) is in_doubt
+
+
+def test_least_squares_end_at_the_errors_of_the_values() -> None:
+    known = known_of(network()[1], image(1))
+    lowest = min(known.known)
+    noise = torch.randn(known.known[lowest].shape, generator=torch.Generator().manual_seed(0)).double()
+    noisy = dataclasses.replace(known, known={lowest: known.known[lowest] * (1 + 1e-3 * noise)})
+    start, steps = known.descend(200), dict[float, int]()
+    for gain in (0.0, GAIN):
+        steps[gain] = LevenbergMarquardt(steps=30, gain=gain).run(noisy, noisy.wanted, start).steps
+    assert steps[GAIN] < steps[0.0] / 2
+    assert noisy.finish(start, steps=30, tolerance=1e-9)[1] < 2e-3
 
 
 def train_mode(x: Tensor) -> KnownValues:

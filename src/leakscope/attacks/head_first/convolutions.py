@@ -109,7 +109,7 @@ class InvertValues(Stage[Case]):
         count, tell = len(parts), case.told(sum(lengths) * len(parts))
         rows, helpers = list[Tensor](), list[Preconditioner | None]()
         for number, part in enumerate(parts, start=1):
-            row, left, helper = _find(part, lengths)
+            row, left, helper = find_example(part, lengths)
             rows.append(row)
             helpers.append(helper)
             if tell is not None:
@@ -165,7 +165,7 @@ def explained_by_rounding(observation: Observation) -> float:
     return max(EXPLAINED, min(ROUNDED * math.sqrt(squares / max(count, 1)), REPLAYED))
 
 
-def _find(known: KnownValues, lengths: Sequence[int]) -> tuple[Tensor, float, Preconditioner | None]:
+def find_example(known: KnownValues, lengths: Sequence[int]) -> tuple[Tensor, float, Preconditioner | None]:
     """Find one example by descents of these lengths, each followed by least squares if it leads on; keep the best."""
     best, least, helper = torch.empty(0), math.inf, None
     for steps in lengths:
