@@ -174,3 +174,24 @@ def test_what_was_not_found_leaves_nothing_held() -> None:
     assert case.known is None
     assert case.best is not None
     assert not case.best.certificates
+
+
+def test_rounding_of_weights_does_not_certify_a_scale() -> None:
+    """Of 200 shades this image has whole bytes at another scale; a loud stem leaves nothing of BatchNorm's epsilon."""
+    x, y = (200 * picture(1)).round() / 200, torch.tensor([1])
+    loud = copy.deepcopy(network())
+    with torch.no_grad():
+        loud.conv.weight.mul_(255)  # type: ignore[union-attr, operator]
+    case = attempt(FedAvg(epochs=1, batch_size=1, lr=0.1, batchnorm="train").observe(loud, x, y))
+    assert case.best is not None
+    assert float((case.best.inputs - x).abs().max()) > 0.1
+    assert not case.best.certificates
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.01])
+def test_an_image_behind_statistics_of_the_batch_is_certified_after_one_step(rate: float) -> None:
+    x, y = picture(1), torch.tensor([1])
+    case = attempt(observe(x, y, epochs=1, lr=rate, batchnorm="train"))
+    assert case.best is not None
+    assert torch.allclose(case.best.inputs.float(), x, atol=1e-6)
+    assert [one.holds for one in case.best.certificates] == [True]

@@ -134,3 +134,22 @@ def test_several_scales_or_none_leave_the_scale_open(factor: float) -> None:
     x = factor * (image(1) * 255 / 4).round() * 4 / 255
     known = train_mode(x)
     assert known.free_directions(x.double().flatten(), 200) == (1,)
+
+
+def test_an_image_too_flat_for_bytes_keeps_its_scale_open() -> None:
+    """At no scale below white do its bytes tell anything; all grey and all black it has no contrast at all."""
+    pattern = image(1)
+    for x in (0.5 + 0.01 * (pattern - 0.5), torch.full_like(pattern, 128 / 255), torch.zeros_like(pattern)):
+        known, flat = train_mode(image(2)), ((255 * x).round() / 255).double().flatten()
+        assert torch.allclose(known.whole_bytes(flat, 1.0), flat, atol=1e-9)
+        assert known._byte_scales(flat) == []
+
+
+@pytest.mark.parametrize("brightest", [-1.0, 1e-9])
+def test_an_image_below_the_middle_of_the_range_has_few_scales(brightest: float) -> None:
+    """Its darkest pixel, not its brightest, is the first to leave the bytes."""
+    read = train_mode(image(2)).network
+    x = -image(1) * 126 / 127.5
+    x.view(-1)[0] = brightest
+    known = dataclasses.replace(known_of(read, x), inputs=Box(shape=SHAPE, range=ValueRange(-1.0, 1.0)))
+    assert len(known._byte_scales(known.inputs.to_unit(x.double()).flatten())) < 10

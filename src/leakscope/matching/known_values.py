@@ -215,10 +215,15 @@ class KnownValues:
         wide = flat.double()
         least = 255 * self._scaled(wide, 0.0)
         slope = 255 * self._scaled(wide, 1.0) - least
-        most = ((256 - least) / slope)[slope > 0].min() if bool((slope > 0).any()) else torch.tensor(0.0)
+        # Where the first pixel leaves the bytes, at either end.
+        ends = torch.where(slope > 0, 256 - least, -1 - least) / slope
+        most = float(ends[slope != 0].min()) if bool((slope != 0).any()) else 0.0
+        first = CONTRAST / float(slope.std().clamp_min(1e-300))
+        if not first < most:
+            return []  # too flat an image at any scale
         # Far enough apart that no pixel moves by more than an eighth of a byte from one to the next.
         step = 0.125 / float(slope.abs().max().clamp_min(1e-300))
-        scales = torch.arange(CONTRAST / float(slope.std().clamp_min(1e-300)), float(most), step, dtype=torch.float64)
+        scales = torch.arange(first, most, step, dtype=torch.float64)
         found = dict[float, float]()
         for some in scales.split(256):
             pixels = least + some[:, None] * slope
