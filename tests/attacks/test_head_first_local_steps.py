@@ -27,7 +27,7 @@ from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.observation import Observation
 from leakscope.defenses import GradientNoise
 from leakscope.equations.local_networks import rounding
-from leakscope.federation import FedAvg
+from leakscope.federation import FedAvg, FedSGD
 from leakscope.matching.unexplained import unexplained
 from leakscope.models.resnet import resnet18
 from leakscope.network.gates import read_gated
@@ -195,3 +195,13 @@ def test_an_image_behind_statistics_of_the_batch_is_certified_after_one_step(rat
     assert case.best is not None
     assert torch.allclose(case.best.inputs.float(), x, atol=1e-6)
     assert [one.holds for one in case.best.certificates] == [True]
+
+
+@pytest.mark.parametrize("protocol", [FedSGD(batchnorm="eval"), FedAvg(epochs=2, batch_size=1, lr=0.5)])
+@pytest.mark.parametrize("silent", ["stages.stage2", "stages.stage2.1.conv2"])
+def test_layers_that_sent_zeros_end_the_peel(protocol: Any, silent: str) -> None:
+    """As clients that freeze them do."""
+    seen = protocol.observe(network(), picture(1), torch.tensor([1]))
+    sent = {name: value * (not name.startswith(silent)) for name, value in seen.message.update.items()}
+    case = attempt(seen.with_update(sent))
+    assert case.best is None or not case.best.certificates

@@ -44,7 +44,7 @@ class PeelState:
     def share(self, name: str) -> float:
         """Return the size of a gradient's noise, relative to its own."""
         gradient = self.gradients[name]
-        size = float(gradient.norm().clamp_min(1e-300))
+        size = max(float(gradient.double().norm()), 1e-300)  # of a layer that sent zeros: none in float32
         return self.noise.get(name, 0.0) * gradient.numel() ** 0.5 / size
 
     def climb(self, number: int) -> None:
