@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from functools import cache
 
@@ -80,6 +81,17 @@ def test_the_scale_of_an_image_that_is_not_made_of_bytes_stays_open() -> None:
     assert free != (0,)
     brighter = certify(seen, 1.1 * x, y, 0.0, free, "planted")
     assert not any(one.holds for one in brighter)
+
+
+@pytest.mark.parametrize(("gain", "certified"), [(1.0, True), (4096.0, False)])
+def test_bytes_prove_no_scale_that_the_update_does_not_show(gain: float, certified: bool) -> None:
+    """With so loud a first layer BatchNorm's epsilon is rounding, and half of the image has the same update."""
+    net = copy.deepcopy(network(32))
+    with torch.no_grad():
+        net.conv.weight.mul_(gain)  # type: ignore[union-attr, operator]
+    x = picture(1) if certified else 0.5 * picture(1)
+    found = HeadFirst(rival=False)(FedSGD(batchnorm="train").observe(net, x, torch.tensor([1])), seed=0)
+    assert any(one is not None and one.holds for one in found.certificates) is certified
 
 
 def test_values_of_scarce_equations_count_where_the_forward_pass_agrees() -> None:

@@ -56,6 +56,9 @@ SHOWN = (2, 1)
 REMAINDER = 2e-5
 #: What rounding of weights may leave, in units of what it leaves on average.
 ROUNDED = 2.0
+#: BatchNorm in train mode hides the scale but for its epsilon. Where images of these scales explain the update, too,
+#: that bytes are whole at one scale alone is no proof.
+OTHER_SCALES = (0.5, 2.0)
 #: Products that may be spent on counting free directions: the equations are well conditioned or of no use.
 FREE_PRODUCTS = 1200
 
@@ -118,6 +121,8 @@ class InvertValues(Stage[Case]):
         share, method = case.whole(inputs), f"values at {held.layer}"
 
         def free() -> tuple[int | None, ...]:
+            if known.network.batched and any(case.whole(scale * inputs) < EXPLAINED for scale in OTHER_SCALES):
+                return (None,) * len(inputs)
             found = zip(plain, rows, helpers, strict=True)
             counts = (part.free_directions(row, FREE_PRODUCTS, helper) for part, row, helper in found)
             return tuple(itertools.chain.from_iterable(counts))
