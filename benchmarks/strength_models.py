@@ -115,8 +115,8 @@ VICTIMS: Mapping[str, Victim] = {
     "vit-96": Victim("cifar10", _house("vit"), "standard ViT, 64 tokens of 96"),
     "vit-192": Victim("cifar10", _house("vit", dim=192), "standard ViT, 64 tokens of 192"),
     "resnet18-narrow": Victim("cifar10", narrow_resnet, "ResNet-18, 16-128, BatchNorm eval"),
-    "vit": Victim(
-        "cifar10", _house("s3-vit", patch_size=4, dim=96, heads=4, layers=2), "ViT, 4x4 patches, 2 layers of 96"
+    "s3-vit": Victim(
+        "cifar10", _house("s3-vit", patch_size=4, dim=96, heads=4, layers=2), "ViT of SME, 4x4 patches, 2 layers of 96"
     ),
 }
 
