@@ -185,7 +185,7 @@ def find_example(known: KnownValues, lengths: Sequence[int]) -> tuple[Tensor, fl
             # The lowest values have the errors of all that was solved above them.
             seen = seen.above
             found, left, latest = seen.finish(found, steps=NEWTON_STEPS, tolerance=EXPLAINED, damping=left)
-        if left < least:
+        if left < least or not len(best):
             best, least, helper = seen.whole_bytes(found, left), left, latest or helper
         if left < NEARLY:
             break
