@@ -99,6 +99,66 @@ def vgg11(shape: tuple[int, ...], classes: int) -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
 
 
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions with BatchNorm, added to the input (He et al., 2016, the bottleneck block)."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = 4 * width
+        self.conv1, self.norm1 = nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride=stride, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(width)
+        self.conv3, self.norm3 = nn.Conv2d(width, outputs, 1, bias=False), nn.BatchNorm2d(outputs)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), nn.BatchNorm2d(outputs)
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = F.relu(self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))))
+        return F.relu(self.norm3(self.conv3(inner)) + self.shortcut(x))
+
+
+def resnet50_half(shape: tuple[int, ...], classes: int) -> nn.Module:
+    """ResNet-50's 3, 4, 6, 3 bottleneck blocks with half of its filters and the stem for small images."""
+    blocks: list[nn.Module] = []
+    inputs = 32
+    for width, count, stride in ((32, 3, 1), (64, 4, 2), (128, 6, 2), (256, 3, 2)):
+        for number in range(count):
+            blocks.append(Bottleneck(inputs, width, stride if number == 0 else 1))
+            inputs = 4 * width
+    stem = [nn.Conv2d(shape[0], 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU()]
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
+
+
+class PreActivated(nn.Module):
+    """BatchNorm and ReLU in front of each 3x3 convolution (Zagoruyko and Komodakis, 2016)."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.norm1, self.conv1 = nn.BatchNorm2d(inputs), nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.norm2, self.conv2 = nn.BatchNorm2d(outputs), nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.plain = stride == 1 and inputs == outputs
+        self.shortcut = nn.Identity() if self.plain else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = F.relu(self.norm1(x))
+        inner = self.conv2(F.relu(self.norm2(self.conv1(first))))
+        return inner + self.shortcut(x if self.plain else first)
+
+
+def wide_resnet(shape: tuple[int, ...], classes: int) -> nn.Module:
+    """WideResNet-16-4: two pre-activated blocks in each of three stages."""
+    layers: list[nn.Module] = [nn.Conv2d(shape[0], 16, 3, padding=1, bias=False)]
+    inputs = 16
+    for outputs, stride in ((64, 1), (128, 2), (256, 2)):
+        layers += [PreActivated(inputs, outputs, stride), PreActivated(outputs, outputs, 1)]
+        inputs = outputs
+    layers += [nn.BatchNorm2d(inputs), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(inputs, classes))
+
+
 VICTIMS: Mapping[str, Victim] = {
     "convnet": Victim("cifar10", _house("convnet"), "ConvNet, 3x3, 32-64-128"),
     "convnet-5x5": Victim("cifar10", strided, "ConvNet, 5x5, 48-64-96, no bias"),
@@ -112,6 +172,8 @@ VICTIMS: Mapping[str, Victim] = {
     "resnet18": Victim("cifar10", _house("resnet18"), "ResNet-18, 64-512"),
     "resnet18-half": Victim("cifar10", _house("resnet18", width=32), "ResNet-18, 32-256"),
     "vgg11": Victim("cifar10", vgg11, "VGG-11, BatchNorm"),
+    "resnet50-half": Victim("cifar10", resnet50_half, "ResNet-50's blocks, 32-256"),
+    "wrn-16-4": Victim("cifar10", wide_resnet, "WideResNet-16-4"),
     "vit-96": Victim("cifar10", _house("vit"), "standard ViT, 64 tokens of 96"),
     "vit-192": Victim("cifar10", _house("vit", dim=192), "standard ViT, 64 tokens of 192"),
     "resnet18-narrow": Victim("cifar10", narrow_resnet, "ResNet-18, 16-128, BatchNorm eval"),
@@ -121,11 +183,11 @@ VICTIMS: Mapping[str, Victim] = {
 }
 
 
-def untrained(name: str, data: Examples, seed: int = 0) -> nn.Module:
+def untrained(name: str, data: Examples, victims: Mapping[str, Victim] = VICTIMS, seed: int = 0) -> nn.Module:
     """The net called ``name`` with its initial weights, which depend on ``seed`` alone."""
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(seed)
-        return VICTIMS[name].make(data.shape, data.num_classes).eval()
+        return victims[name].make(data.shape, data.num_classes).eval()
 
 
 def victim(name: str, state: str, data: Examples, cache: Path) -> nn.Module:

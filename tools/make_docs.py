@@ -225,6 +225,11 @@ def strength() -> str:
     return table.tables(table.read_rows(BENCHMARKS / "strength.jsonl"))
 
 
+def exact_inversion() -> str:
+    table = script(BENCHMARKS / "exact_inversion_table.py")
+    return table.tables(table.read_rows(BENCHMARKS / "exact_inversion.jsonl"))
+
+
 def strength_summary() -> str:
     table = script(BENCHMARKS / "strength_table.py")
     return table.summary(table.read_rows(BENCHMARKS / "strength.jsonl"))
@@ -356,6 +361,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "executors": executors,
     "rooms": rooms,
     "strength": strength,
+    "exact-inversion": exact_inversion,
     "strength-summary": strength_summary,
     "defense-study": defense_study,
     "knowing": knowing,

@@ -105,8 +105,9 @@ def main() -> None:
     from leakscope.integrations.flower import altered_on_the_way, audit_recordings
 
     for side in ("clients", "server"):
-        for leakage in audit_recordings(out / side, model=make_model(), attack="cocktail-party"):
-            print(leakage.describe())
+        audit = audit_recordings(out / side, model=make_model(), attack="cocktail-party")
+        print(audit.describe())
+        print("page:", audit.report(out / side / "report.html"))
     print("altered between client and server:", altered_on_the_way(out / "clients", out / "server") or "nothing")
     print(json.dumps(json.loads((out / "metrics.json").read_text()), indent=1))
 

@@ -16,7 +16,7 @@ _started_as_module = sys.argv[:1] == ["-m"] and {"leakscope.cli", "-mleakscope.c
 if _started_as_module and not sys.flags.safe_path and os.path.dirname(os.path.dirname(__file__)) != sys.path[0]:
     del sys.path[0]
 
-__version__ = "0.13.0"
+__version__ = "0.14.0"
 
 _NAMES = {
     "Attack": "leakscope.contracts.attack",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,17 @@ from torch import Tensor, nn
 from leakscope.attacks.candidates import REPLAYED, certify
 from leakscope.attacks.head_first import HeadFirst
 from leakscope.attacks.head_first.case import Case
-from leakscope.attacks.head_first.convolutions import CLEAN, NEARLY, InvertValues, PeelConvolutions, find_example
+from leakscope.attacks.head_first.convolutions import (
+    CLEAN,
+    ENOUGH,
+    NEARLY,
+    SOLVABLE,
+    SOLVABLE_FEW,
+    InvertValues,
+    PeelConvolutions,
+    approach,
+    find_example,
+)
 from leakscope.contracts.certificate import EXPLAINED
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
@@ -105,6 +116,42 @@ def test_values_of_scarce_equations_count_where_the_forward_pass_agrees() -> Non
         assert float((value - truth[step]).norm() / truth[step].norm()) < 1e-4
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+def test_an_image_behind_convolutions_without_padding_is_exact_and_certified(seed: int) -> None:
+    layers: list[nn.Module] = []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for inputs, outputs, kernel, stride in ((3, 32, 2, 1), (32, 64, 3, 2), (64, 96, 3, 1), (96, 64, 3, 1)):
+            layers += [nn.Conv2d(inputs, outputs, kernel, stride), nn.ReLU()]
+        net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+    x, y = picture(seed), torch.tensor([seed])
+    found = attack(FedSGD().observe(net, x, y))
+    assert torch.allclose(found.inputs, x, atol=1e-6)
+    assert found.certificates
+    assert all(one is not None and one.holds for one in found.certificates)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_an_image_behind_a_pointwise_top_is_exact_and_certified(bias: bool) -> None:
+    """The output gradient is read off the bias of the head: without one, the top is left alone."""
+    layers: list[nn.Module] = []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for inputs, outputs, kernel, stride in ((3, 32, 3, 1), (32, 96, 3, 2), (96, 128, 3, 2), (128, 192, 1, 1)):
+            layers += [nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2), nn.BatchNorm2d(outputs), nn.ReLU()]
+        net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(192, 10, bias=bias))
+        net(picture(99, 64))
+    x, y = picture(1), torch.tensor([1])
+    case = Case(HeadFirst(rival=False), FedSGD(batchnorm="eval").observe(net, x, y), torch.Generator().manual_seed(0))
+    case.take(PeelConvolutions())
+    assert (case.known is not None) is bias
+    if bias:
+        found = attack(case.observation)
+        assert torch.allclose(found.inputs, x, atol=1e-6)
+        assert found.certificates
+        assert all(one is not None and one.holds for one in found.certificates)
+
+
 @pytest.mark.slow
 def test_images_of_a_batch_are_found_one_by_one() -> None:
     x, y = picture(5, 2), torch.tensor([3, 7])
@@ -124,7 +171,7 @@ def test_values_in_error_are_left_out(error: float, left_out: bool) -> None:
     truth, lowest = known.network.onwards(0, x).values, min(known.known)
     values = {step: truth[step] for step in known.known}
     values[lowest] = values[lowest] * (1 + error * torch.randn(values[lowest].shape))
-    found, left, _ = find_example(dataclasses.replace(known, known=values), [100])
+    found, left, _ = find_example(dataclasses.replace(known, known=values), known.start(), [100])
     assert (left > error / 3) is not left_out
     assert torch.allclose(found, x.flatten(), atol=1e-6)
 
@@ -134,8 +181,9 @@ def test_the_longest_descent_is_the_last() -> None:
     case = Case(HeadFirst(), observe(picture(1), torch.tensor([1])), torch.Generator().manual_seed(0))
     case.take(PeelConvolutions())
     assert case.known is not None
-    wrong = {step: value.flip(1) for step, value in case.known.to(torch.float32).known.items()}
-    _, left, _ = find_example(dataclasses.replace(case.known.to(torch.float32), known=wrong), [3, 6])
+    known = case.known.to(torch.float32)
+    wrong = {step: value.flip(1) for step, value in known.known.items()}
+    _, left, _ = find_example(dataclasses.replace(known, known=wrong), known.start(), [3, 6])
     assert left > NEARLY
 
 
@@ -222,3 +270,49 @@ def test_values_of_another_image_do_not_explain_the_update() -> None:
     assert not case.best.certificates
     assert not case.best.settles
     assert case.known is None  # searches go on
+
+
+class Approached:
+    """Known values that leave ``left`` after each descent; their equations are solved where they may be."""
+
+    def __init__(self, share: float, left: float, count: int = 2) -> None:
+        self.equations, self.left, self.count = SimpleNamespace(share=share), left, count
+        self.steps: list[int] = []
+
+    def __len__(self) -> int:
+        return self.count
+
+    def start(self) -> Tensor:
+        return torch.zeros(self.count, 3)
+
+    def descend(self, start: Tensor, steps: int) -> Tensor:
+        self.steps.append(steps)
+        return start
+
+    def leaves(self, flat: Tensor) -> float:
+        return self.left
+
+    def solve_equations(self, near: Tensor) -> str:
+        return "solved"
+
+
+@pytest.mark.parametrize(
+    ("share", "left", "solved"),
+    [
+        (1.01 * ENOUGH, 0.9 * SOLVABLE, True),
+        (1.01 * ENOUGH, 1.1 * SOLVABLE, False),
+        (0.99 * ENOUGH, 0.9 * SOLVABLE_FEW, True),
+        (0.99 * ENOUGH, 1.1 * SOLVABLE_FEW, False),
+    ],
+)
+def test_equations_are_solved_from_near_enough(share: float, left: float, solved: bool) -> None:
+    known = Approached(share, left)
+    found, _ = approach(known, [10, 30])  # type: ignore[arg-type]
+    assert (found == "solved") is solved
+    assert known.steps == ([10] if solved else [10, 30, 30])
+
+
+def test_one_image_needs_no_equations_of_a_batch() -> None:
+    known = Approached(2.0, 0.0, count=1)
+    assert approach(known, [10])[0] is known  # type: ignore[arg-type]
+    assert not known.steps

@@ -17,7 +17,7 @@ from leakscope.attacks.head_first.patches import PATCHES, SolvePatches, find_lab
 from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
-from leakscope.defenses import GradientPruning, GradientQuantisation
+from leakscope.defenses import DPSGD, GradientPruning, GradientQuantisation
 from leakscope.equations.patch_embedding import SolvedPatches
 from leakscope.federation import FedAvg, FedSGD
 from leakscope.metrics import psnr
@@ -187,6 +187,15 @@ def test_refused_at_once_with_the_reason(name: str) -> None:
     case, found = proposed(observation)
     assert not found
     assert not case.notes or words in case.notes[-1]
+
+
+def test_clipping_hides_nothing_of_the_image() -> None:
+    """The length of the update is not that of the image's gradient: its direction speaks for the image."""
+    clipped = FedSGD().observe(vit(), image(), LABEL, DPSGD(clip=0.01, noise_multiplier=0.0))
+    _, (found,) = proposed(clipped)
+    assert found.settles
+    assert not found.certificates
+    assert float(psnr(image(), found.inputs)) > 60
 
 
 def test_several_images_are_refused() -> None:

@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from leakscope.audit import AuditSpec
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(autouse=True)
+def _whole_scenarios(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run all of a scenario unless asked, as tests of rows need; a module with DEFAULT_STOP keeps the default."""
+    if not getattr(request.module, "DEFAULT_STOP", False):
+        monkeypatch.setattr(AuditSpec, "stops_on_leak", property(lambda spec: bool(spec.stop_on_leak)))
 
 
 @pytest.fixture

@@ -11,10 +11,11 @@ from typing import Any
 import audit_doubles as doubles
 import pytest
 import torch
+from torch import Tensor
 
 from leakscope.attacks import InvertingGradients, LinearLayer
 from leakscope.audit import audit
-from leakscope.audit.assess import FLAG, Assessment, assess
+from leakscope.audit.assess import FLAG, LOOKS_RIGHT, NOISE_LIKE, Assessment, Baseline, Ruler, Truth, assess
 from leakscope.audit.attempts import Bench
 from leakscope.audit.plan import make_plan
 from leakscope.audit.setup import build_setup
@@ -24,11 +25,14 @@ from leakscope.capture.files import read_captured
 from leakscope.capture.flower import Capture
 from leakscope.capture.recordings import Origin, save_recording
 from leakscope.contracts.attack import Attack
+from leakscope.contracts.inputs import ValueRange
 from leakscope.contracts.observation import Observation
-from leakscope.contracts.reconstruction import Reconstruction
+from leakscope.contracts.reconstruction import Diagnosis, Reconstruction
 from leakscope.federation import FedAvg, FedSGD
 from leakscope.integrations.leakage import audit_recordings
+from leakscope.metrics.image import grain
 from leakscope.models import build_model
+from leakscope.report.captured import confidence_words, diagnosis_words
 from leakscope.results.records import AttemptRecord
 
 X, Y = doubles.examples(6)
@@ -178,3 +182,60 @@ def test_a_shuffled_client_that_is_not_recovered_cannot_pass() -> None:
     assert done.verdict.outcome == "inconclusive"
     (floor,) = done.findings
     assert floor.value("psnr") > 60
+
+
+def judged(picture: Tensor, left: float | None, outcome: str = "undecided") -> Assessment:
+    """Return what an attack made of an update, of which nothing known leaves all."""
+    shape = tuple(picture.shape[1:])
+    net = build_model("mlp", input_shape=shape, num_classes=4)
+    seen = FedSGD().observe(net, picture, torch.tensor([1]), value_range=ValueRange((0.0,), (1.0,)))
+    diagnosis = Diagnosis(outcome=outcome, reason="", unknowns=1)  # type: ignore[arg-type]
+    made = Reconstruction(inputs=picture, labels=None, scores=torch.zeros(1), diagnosis=diagnosis)
+    ruler, baselines = Ruler(seen.inputs, seen.task), (Baseline("grey", picture, 1.0),)
+    facts: dict[str, Any] = {"reconstruction": made, "unexplained": left, "baselines": baselines}
+    return Assessment(observation=seen, attack=LinearLayer(), ruler=ruler, **facts)
+
+
+def mixed(noise: float) -> Tensor:
+    """Return a ramp with this share of white noise: its grain is about noise^2 / (noise^2 + ramp^2)."""
+    ramp = torch.linspace(0, 1, 24).expand(1, 3, 24, 24)
+    return (1 - noise) * ramp + noise * torch.rand(ramp.shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("noise", "left", "diagnosis", "outcome"),
+    [
+        (0.0, 0.9 * LOOKS_RIGHT, "recovered", "looks recovered"),
+        (0.0, 1.1 * LOOKS_RIGHT, "recovered", "cannot say"),
+        (0.0, 0.9 * LOOKS_RIGHT, "not identifiable", "cannot say"),
+        (0.0, 0.95, "undecided", "probably not recovered"),
+        (0.0, 0.85, "undecided", "cannot say"),
+        (0.0, None, "undecided", "cannot say"),
+        (0.45, 0.9 * LOOKS_RIGHT, "recovered", "looks recovered"),
+        (0.55, 0.9 * LOOKS_RIGHT, "recovered", "cannot say"),
+        (0.55, 1.1 * LOOKS_RIGHT, "recovered", "probably not recovered"),
+        (0.55, 0.85, "undecided", "probably not recovered"),
+        (0.55, None, "undecided", "probably not recovered"),
+    ],
+)
+def test_no_picture_of_noise_is_called_recovered(
+    noise: float, left: float | None, diagnosis: str, outcome: str
+) -> None:
+    picture = mixed(noise)
+    assert (float(grain(picture)) > NOISE_LIKE) == (noise > 0.5)
+    result = judged(picture, left, diagnosis)
+    assert result.outcome == outcome
+    told = confidence_words(result), diagnosis_words(result)[0]
+    assert told[0].startswith(outcome.capitalize())
+    assert ("recovered" in told[1]) == (diagnosis == "recovered" and outcome == "looks recovered")
+
+
+def test_with_the_truth_the_limits_of_the_policy_decide() -> None:
+    picture = mixed(0.0)
+    for shift, outcome in ((0.05, "looks recovered"), (0.2, "probably not recovered")):
+        near = judged((picture + shift).clamp(0, 1), 1.0)
+        evaluation = near.ruler.compare(Truth(picture, None), near.reconstruction.inputs, None)  # type: ignore[union-attr]
+        grey = near.ruler.compare(Truth(picture, None), torch.full_like(picture, 0.5), None)
+        baselines = (dataclasses.replace(near.baselines[0], evaluation=grey),)
+        facts: dict[str, Any] = {"evaluation": evaluation, "baselines": baselines, "truth": Truth(picture, None)}
+        assert dataclasses.replace(near, **facts).outcome == outcome

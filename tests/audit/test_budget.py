@@ -13,7 +13,8 @@ from audit_doubles import run, timeless
 
 from leakscope.audit import Audit, AuditSpec, SpecError
 from leakscope.audit import run as run_module
-from leakscope.audit.plan import EXACT_PSNR, Budget, Job, Spared, in_turn, make_plan
+from leakscope.audit.agenda import EXACT_PSNR, Budget, Spared, in_turn
+from leakscope.audit.plan import Job, client_of, make_plan
 from leakscope.audit.setup import Setup, build_setup
 from leakscope.results.records import AttemptRecord
 from leakscope.results.verdict import judge
@@ -33,8 +34,8 @@ SMALL: dict[str, Any] = {
 def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second passes with each look at the clock: a budget of n seconds is one of n jobs."""
 
-    def make(seconds: float | None, spared: Spared) -> Budget:
-        return Budget(seconds, spared, clock=functools.partial(next, itertools.count()))
+    def make(seconds: float | None) -> Budget:
+        return Budget(seconds, clock=functools.partial(next, itertools.count()))
 
     monkeypatch.setattr(run_module, "Budget", make)
 
@@ -49,32 +50,30 @@ def setup(**changes: Any) -> Setup:
 
 
 def turns(built: Setup) -> list[Job]:
-    groups = in_turn(built, make_plan(built))
-    assert all(len(group) == 1 for group in groups)
-    return [job for (job,) in groups]
+    return [job for group in in_turn(built, make_plan(built)) for job in group]
 
 
-def test_every_job_has_its_turn_and_controls_come_before_what_is_compared_with_them() -> None:
+def test_every_job_has_its_turn_and_attempts_come_before_controls() -> None:
     built = setup(seeds=[5, 3], protocols=["fedsgd", {"fedavg": {"batch_size": 1}}])
     jobs = turns(built)
     assert {job.key for job in jobs} == {job.key for job in make_plan(built)}
-    guesses = [job.attack is None and job.finding is None for job in jobs]
-    assert guesses == sorted(guesses, reverse=True), "what costs nothing is first"
-    findings = [job.finding is not None for job in jobs]
-    assert findings == sorted(findings)
-    for place, job in enumerate(jobs):
-        if job.attack is not None and job.control is None:
-            same = [other for other in jobs if other.control and (other.attack, other.batch) == (job.attack, job.batch)]
-            assert same
-            assert all(jobs.index(other) < place for other in same)
+    stages = [3 if j.finding else 0 if j.attack is None else 1 if j.control is None else 2 for j in jobs]
+    assert stages == sorted(stages), "guesses, which take no time, attempts, controls, findings"
+    assert set(stages) == {0, 1, 2, 3}
+
+
+def test_the_jobs_of_a_group_are_on_one_client() -> None:
+    built = setup(seeds=[5, 3], protocols=["fedsgd", {"fedavg": {"batch_size": 1}}])
+    for group in in_turn(built, make_plan(built)):
+        assert len({client_of(built, job) for job in group}) == 1
 
 
 def test_every_setting_gets_its_first_example_before_any_gets_its_second() -> None:
     built = setup(seeds=[5, 3], protocols=["fedsgd", {"fedavg": {"batch_size": 1}}], controls=False)
     attempts = [job for job in turns(built) if job.finding is None]
-    rounds = [(job.attack, [5, 3].index(job.seed), job.batch) for job in attempts]
+    rounds = [([5, 3].index(job.seed), job.batch) for job in attempts]
     assert rounds == sorted(rounds)
-    assert len({(job.protocol, job.defense) for job in attempts[:4]}) == 4
+    assert len({(job.protocol, job.defense) for job in attempts[:8]}) == 4, "two attacks on each"
 
 
 def test_attacks_have_the_order_of_the_table_and_ones_own_are_last() -> None:
@@ -90,9 +89,9 @@ def test_attacks_have_the_order_of_the_table_and_ones_own_are_last() -> None:
 def test_what_the_budget_leaves_is_said_and_the_same_command_goes_on(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", **SMALL)
     first = run(tmp_path / "parts", **SMALL, budget="5s")
-    assert len(first.rows) + len(first.findings) == 5
+    assert len(first.rows) + len(first.findings) == 5 + 1, "and the control that decides about the leak"
     assert "the budget of 5 s ended before" in str(first.verdict)
-    assert "Raise --budget, or run the same command again: what is done is kept." in str(first.verdict)
+    assert "Run the same command without --budget, or again: what is done stays." in str(first.verdict)
     spent = [first]
     while len(spent[-1].rows) + len(spent[-1].findings) < len(whole.rows) + len(whole.findings):
         spent.append(run(tmp_path / "parts", **SMALL, budget=5))
@@ -129,28 +128,25 @@ def test_no_setting_passes_because_of_a_budget(tmp_path: Path) -> None:
         assert done.verdict.outcome != "within policy"
         assert all(setting.outcome != "within policy" for setting in done.verdict.settings)
     assert run(tmp_path / "enough", **lenient, budget=jobs).verdict.outcome == "within policy"
-    assert "FedSGD(batchnorm='eval', reduction='mean'), defence none: the budget" in texts(done)[0]
+    assert "FedSGD(batchnorm='eval', dropout='eval', reduction='mean'), defence none: the budget" in texts(done)[0]
     assert "ended before 1 finding was made" in texts(done)[0]
 
 
 @pytest.mark.usefixtures("ticking")
 def test_attempts_are_counted_by_setting(tmp_path: Path) -> None:
-    # two guesses and a control come first, then the first example of the first setting
+    # two guesses come first, then the first example of both settings; the first one leaks, and its control says so
     done = run(tmp_path, **{**SMALL, "controls": ["noise", "prior-mean"]}, budget=4)
     told = texts(done)
     late = "the budget of 4 s ended before"
-    assert [text.partition(": ")[2] for text in told if "defence none" in text][-2].startswith(
-        f"{late} 1 of 2 attempts"
-    )
-    assert sum(f"{late} 2 of 2 attempts were made" in text for text in told) == 1
-    assert told[-1].startswith(f"{late} 4 of 8 jobs were run, controls included")
+    assert sum(f"{late} 1 of 2 attempts were made" in text for text in told) == 2
+    assert told[-1].startswith(f"{late} 3 of 8 jobs were run, controls included")
     assert not any("no attack gave a result" in text for text in told), "none was refused, none failed"
 
 
 @pytest.mark.usefixtures("ticking")
 def test_worker_processes_begin_no_more_and_end_what_is_under_way(tmp_path: Path) -> None:
     done = run(tmp_path, **SMALL, executor="processes", workers=2, budget=5)
-    assert len(done.rows) + len(done.findings) == 5
+    assert len(done.rows) + len(done.findings) == 5 + 1
     assert {row.status for row in done.rows} == {"done"}
     again = run(tmp_path, **SMALL)
     assert len(again.rows) + len(again.findings) == len(make_plan(setup(**SMALL)))
@@ -233,7 +229,7 @@ def test_an_attack_without_anything_left_needs_no_controls(tmp_path: Path) -> No
     assert len(made(done, "quotient", "noise")) == len(made(done, "quotient", "planted")) == 2
     plan = done.store.meta("plan")
     assert plan["spared"] == {
-        "attempts": [{"protocol": done.rows[0].job.protocol, "defense": "none", "jobs": 2}],
+        "attempts": [{"protocol": done.rows[0].job.protocol, "defense": "none", "jobs": 2, "findings": 0}],
         "controls": 4,
     }
     assert plan["total"] == len(done.rows) + 6

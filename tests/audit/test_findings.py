@@ -78,7 +78,7 @@ def kinds(findings: list[FindingRow]) -> list[tuple[str, str]]:
 
 def test_once_for_a_setting_whatever_attacks_seeds_and_batches(asked: list[Any], tmp_path: Path) -> None:
     events: list[dict[str, Any]] = []
-    done = run(tmp_path, attacks=ATTACKS, seeds=2, progress=events.append)
+    done = run(tmp_path, attacks=ATTACKS, seeds=2, progress=after_rehearsal(asked, events))
     assert Counter(name for name, _ in asked) == {"floor": 2, "embedding": 2}
     both = [(kind, defense) for kind in ("floor", "embedding") for defense in ("none", "noise")]
     assert kinds(done.findings) == both
@@ -156,7 +156,7 @@ def test_a_finding_that_raises_is_a_failed_row_and_costs_no_attempt(
     assert "test_findings.py" in str(row.error), "where it happened"
     assert failed.verdict.outcome == "leaks"
     assert not any(reason.code == "job-failed" for reason in failed.verdict.reasons)
-    monkeypatch.undo()
+    monkeypatch.setattr(attempts, "FINDINGS", FINDINGS)
     events: list[dict[str, Any]] = []
     again = run(tmp_path, defenses=None, findings=["floor"], progress=events.append)
     assert [e["job"]["finding"] for e in events if e["event"] == "finished"] == ["floor"], "only what failed"

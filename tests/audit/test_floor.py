@@ -58,7 +58,8 @@ def test_what_cannot_be_told_is_a_reason(client) -> None:
     model, x, y = client
 
     class Other(Defense):
-        pass
+        def protect_message(self, update, generator):
+            return update
 
     assert "Other" in floor(model, x, y, Other())["reason"]
     cohort = SecureAggregation(clients=2, protocol=FedAvg(epochs=2, batch_size=1, lr=0.1))

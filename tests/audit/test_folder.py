@@ -21,7 +21,7 @@ def told(**changes: Any) -> dict[str, tuple[str, bool]]:
     """Text and warning by the first word."""
     spec = {"model": "mlp", "data": "tiles", "attacks": "linear-layer", "examples": 2, **changes}
     setup = build_setup(AuditSpec.parse(spec))
-    statements = describe_audited(setup, setup.spec.normalised())
+    statements = describe_audited(setup)
     return {line["text"].split(":")[0]: (line["text"], line["warning"]) for line in statements}
 
 
@@ -72,12 +72,6 @@ def test_one_output_without_an_axis_of_its_own() -> None:
     x = torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     model = nn.Sequential(nn.Flatten(), nn.Linear(192, 1), nn.Flatten(0))
     assert "Outputs" not in told(model=model, data=(x, torch.tensor([0, 1, 0, 1])))
-
-
-def test_effort_names_attacks_steps_seeds_and_examples() -> None:
-    text, _ = told(attacks=[{"inverting-gradients": {"iterations": 7}}, "linear-layer"], seeds=3, batch=2)["Effort"]
-    assert "2 attacks: inverting-gradients (iterations 7, restarts 1), linear-layer; 3 seeds" in text
-    assert "2 examples, 2 a client" in text
 
 
 def test_epsilon_is_that_of_the_steps_really_taken() -> None:

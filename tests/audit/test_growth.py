@@ -15,6 +15,7 @@ from leakscope.audit.plan import Plan, make_plan
 from leakscope.audit.setup import build_setup
 from leakscope.audit.spec import AuditSpec
 from leakscope.data import from_tensors
+from leakscope.report.audited import audited_lines
 from leakscope.results import Store, StoreError, StoreMismatch
 
 NOISE = {"gradient-noise": {"sigma": 0.3}}
@@ -89,8 +90,14 @@ def test_what_was_asked_for_before_stays_and_counts(tmp_path: Path) -> None:
     spec = other.store.meta("spec")
     assert [part["name"] for part in spec["attacks"]] == ["quotient", "guess"]
     assert (spec["seeds"], spec["examples"]) == ([0, 1], 2)
-    effort = [statement["text"] for statement in other.store.meta("audited") if statement["text"].startswith("Effort")]
-    assert effort == ["Effort: 2 attacks: quotient, guess; 2 seeds; 2 examples, 1 a client."]
+    told_of = [
+        line["text"] for line in audited_lines(other.store, other.rows, other.verdict) if "quotient" in line["text"]
+    ]
+    assert told_of == [
+        "Attacks: 2 ran: quotient, guess; 2 seeds; 2 examples, 1 a client.",
+        "From an earlier run in this folder, and counted: quotient (2 jobs).",
+        "Not asked for this time: quotient. Choose another --out to leave them out.",
+    ]
     page = other.report().read_text(encoding="utf-8")
     assert "quotient" in page
     assert "guess" in page

@@ -136,7 +136,8 @@ def test_five_captured_updates_each_attacked_in_one_line(system, tmp_path: Path)
     found = load_file(tmp_path / "found" / "reconstruction.safetensors")["inputs"]
     if system in (flower, fedml, plain_torch):
         assert float((found - private(1)[0]).abs().max()) < 1e-3
-        assert told["confidence"].startswith(("Stands out", "Recovered, certified"))
+        # The images are noise, which no page without a certificate calls recovered.
+        assert told["outcome"] == ("looks recovered" if told["certified"] else "cannot say")
     if system is batchnorm:
         assert "those of the private batch are known" in " ".join(told["made"]["notes"])
         assert "Statistics of the batch</dt><dd>known" in page
@@ -246,7 +247,10 @@ def test_an_update_that_says_nothing_is_no_better_than_its_baseline(tmp_path: Pa
     done = leakscope("attack", *words, *attack, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Sign: cannot be told" in done.stdout
-    assert "No better than its zero-information baseline" in done.stdout
+    assert "Probably not recovered" in done.stdout
+    page = (tmp_path / "leakscope-attack" / "report.html").read_text()
+    assert '<h1 id="verdict">Probably not recovered</h1>' in page
+    assert "Recovered</h2>" not in page
 
 
 def test_options_of_a_capture_do_not_go_with_an_observation(tmp_path: Path) -> None:

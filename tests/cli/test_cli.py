@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from json_schema import violations
 from leakscope.cli import app, main
+from leakscope.cli.audit import _data_option, _merged
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.federation import FedSGD
 from leakscope.models import build_model
@@ -78,7 +79,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 def test_running_again_resumes_and_says_so(finished) -> None:
     again = leakscope("audit", "spec.yaml", "--out", "run", cwd=finished)
     assert again.returncode == 1
-    assert re.search(r"resuming: (\d+) of \1 jobs are done", again.stderr)
+    assert re.search(r"resuming: \d+ of \d+ jobs are done", again.stderr)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +92,8 @@ def test_running_again_resumes_and_says_so(finished) -> None:
         (["audit", "--model", "no.such.module:factory"], "no.such.module"),
         (["audit", "--model", "convnett"], "convnet"),
         (["audit", "--data", "cifar10", "--data-path", "truncated.bin"], "truncated.bin"),
+        (["audit", "--data", "tiles:nonsense=1"], "data 'tiles' has no option nonsense"),
+        (["audit", "--data", "folder:path=a", "--data-path", "b"], "got both"),
         (["audit", "--attack", "dlg:nonsense=1"], "nonsense"),
         (["audit", "--attack", "dlg:iterations"], "key=value"),
         (["audit", "--attack", "dlg:history=0"], "history"),
@@ -117,6 +120,32 @@ def test_a_mistake_is_one_clear_error_with_code_4_and_leaves_the_store_alone(arg
     }
 
 
+@pytest.mark.parametrize(
+    ("typed", "path", "spec", "section"),
+    [
+        (None, None, None, None),
+        ("tiles", None, None, "tiles"),
+        (None, "pictures", None, {"name": "folder", "path": Path("pictures")}),
+        (None, "pictures", "spec.yaml", {"path": Path("pictures")}),
+        (
+            *("folder:mode=L,resize=28,limit=9,mean=0.5,std=0.2", "pictures", None),
+            {
+                **{"name": "folder", "path": Path("pictures"), "limit": 9, "mean": [0.5], "std": [0.2]},
+                "options": {"mode": "L", "resize": 28},
+            },
+        ),
+    ],
+)
+def test_data_has_options_on_the_command_line(typed, path, spec, section) -> None:
+    assert _data_option(typed, path and Path(path), spec and Path(spec)) == section
+
+
+def test_data_that_is_named_replaces_that_of_the_spec() -> None:
+    written = {"data": {"name": "folder", "path": "clinic", "options": {"resize": 8}}}
+    assert _merged(written, Path("s"), {"data": {"path": "b"}})["data"] == {**written["data"], "path": "b"}
+    assert _merged(written, Path("s"), {"data": {"name": "mnist", "limit": 3}})["data"] == {"name": "mnist", "limit": 3}
+
+
 def test_an_option_changes_one_limit_of_the_policy_not_all(finished) -> None:
     (finished / "policy.yaml").write_text(TINY + "policy: {max_psnr: 500, max_ssim: 0.1}\n")
     more = ["--max-psnr", "400", "--waive", "idlg", "--waive", "head-first"]
@@ -134,13 +163,13 @@ def test_a_budget_that_ends_is_told_and_the_same_command_goes_on(finished) -> No
     assert "Verdict: NOTHING AUDITED" in first.stdout
     told = " ".join(first.stdout.split())
     assert "ended before 4 of 4 attempts were made" in told
-    assert "Raise --budget, or run the same command again: what is done is kept" in told
+    assert "Run the same command without --budget, or again: what is done stays" in told
     rest = leakscope(*command, "--budget", "1h30m", cwd=finished)
     assert rest.returncode == 1, rest.stderr
     assert "resuming: 1 of " in rest.stderr
     assert "ended before" not in rest.stdout
-    # linear-layer recovers the undefended examples exactly, so that nothing more is spent on them
-    assert "Run the same command without --budget to have them too" in " ".join(rest.stdout.split())
+    # linear-layer recovers the first undefended example exactly, so that nothing more is spent on that scenario
+    assert "Run the same command with --no-stop-on-leak to have them too" in " ".join(rest.stdout.split())
     with Store.open(finished / "short") as store:
         assert store.meta("spec")["budget"] == 5400.0
 

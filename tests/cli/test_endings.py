@@ -22,6 +22,7 @@ examples: 2
 attacks: [ATTACKS{inverting-gradients: {iterations: STEPS}}]
 findings: false
 controls: false
+stop_on_leak: false
 """
 #: A shell that starts the tests in the background has its children ignore Ctrl-C, and nohup has them ignore SIGHUP.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -13,10 +13,11 @@ from leakscope.audit import progress as module
 from leakscope.audit.progress import Tally, job_line, job_name
 from leakscope.cli import progress as command_line
 from leakscope.cli.progress import audit_progress
+from leakscope.results.reasons import Remedy, Scenario, because
 
 
-def job(attack: str = "dlg", defense: str = "none", **changes: Any) -> dict[str, Any]:
-    facts = {"attack_name": attack, "defense": defense, "control": None, "finding": None, "batch": 0, "seed": 0}
+def job(attack_name: str = "dlg", defense: str = "none", **changes: Any) -> dict[str, Any]:
+    facts = {"attack_name": attack_name, "defense": defense, "control": None, "finding": None, "batch": 0, "seed": 0}
     return {**facts, **changes}
 
 
@@ -24,6 +25,14 @@ def finished(number: int, total: int, status: str = "done", error: str = "ValueE
     facts = {"event": "finished", "key": str(number), "completed": number + 1, "total": total, "seconds": 1.0}
     fate = {"status": status, "psnr": 20.0, "error": None if status == "done" else error}
     return {**facts, **fate, "job": job(**job_facts)}
+
+
+def estimated(jobs: int, seconds: float | None, **changes: Any) -> dict[str, Any]:
+    """What an audit of one kind of job announces."""
+    kinds = [{**job(), "jobs": jobs, "seconds": seconds}]
+    facts = {"seconds": jobs * (seconds or 0.0), "at_least": False, "jobs": jobs, "workers": 1, "kinds": kinds}
+    more = {"by_attack": {}, "advice": None, "budget": None, "long": False}
+    return {"event": "estimated", **facts, **more, **changes}
 
 
 @pytest.fixture
@@ -37,9 +46,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
 def run(jobs: int, **options: Any) -> None:
     with audit_progress(**options) as tell:
         tell({"event": "planned", "total": jobs, "finished": 0})
-        tell(
-            {"event": "estimated", "seconds": 300.0, "jobs": jobs, "by_attack": {"dlg": 250.0}, "advice": "Fewer steps"}
-        )
+        tell(estimated(jobs, 1.0, by_attack={"dlg": 250.0}, advice="Fewer steps"))
         for number in range(jobs):
             tell({"event": "started", "key": str(number), "job": job()})
             tell({"event": "advanced", "key": str(number), "job": job(), "done": 5, "total": 10, "value": 0.25})
@@ -50,7 +57,7 @@ def test_three_hundred_jobs_in_a_pipe_are_few_lines(log: io.StringIO) -> None:
     run(300)
     assert log.getvalue().splitlines() == [
         "300 jobs to run",
-        "Estimated time: at most 5 min for 300 jobs.",
+        "Estimated time: about 5 min for 300 jobs.",
         "Hint: Fewer steps",
         "failed: dlg, no defence: RuntimeError: broke",
         "[300/300] 270 done, 30 failed; best 20.0 dB; after 0.0 s",
@@ -74,7 +81,7 @@ def test_verbose_tells_every_job_and_the_estimate_of_each_attack(log: io.StringI
 def test_without_progress_only_remarks_remain_and_quiet_says_nothing(log: io.StringIO) -> None:
     run(20, show=False)
     assert "[20/20]" not in log.getvalue()
-    assert "Estimated time: at most 5 min" in log.getvalue()
+    assert "Estimated time: about 20 s" in log.getvalue()
     log.truncate(0)
     log.seek(0)
     run(20, quiet=True, show=False)
@@ -94,7 +101,7 @@ def test_a_silent_job_is_told_of_now_and_then(log: io.StringIO, monkeypatch: pyt
     monkeypatch.setattr(module, "_say", say)
     with audit_progress() as tell:
         tell({"event": "planned", "total": 2, "finished": 0})
-        tell({"event": "started", "key": "a", "job": job(finding="floor", attack="floor")})
+        tell({"event": "started", "key": "a", "job": job(finding="floor", attack_name="floor")})
         assert spoken.wait(20)
     assert "now theory (floor); after" in log.getvalue()
 
@@ -123,36 +130,81 @@ def test_the_bars_show_the_steps_of_running_jobs() -> None:
         assert len(bars._view.tasks) == 2
 
 
-def test_time_left_follows_the_estimate_first_and_the_pace_later() -> None:
-    now = 0.0
+@pytest.mark.parametrize("exceeded, words", [(False, "jobs"), (True, "policy already exceeded")])
+def test_a_bar_of_eighty_columns_cuts_none_of_it(exceeded: bool, words: str) -> None:
+    now, stream = 0.0, io.StringIO()
     tally = Tally(lambda: now)
-    tally.take({"event": "planned", "total": 12, "finished": 2})
-    assert tally.remaining is None  # nothing is known yet
-    tally.take({"event": "estimated", "seconds": 100.0, "jobs": 10, "by_attack": {}, "advice": None})
-    assert tally.remaining == 100.0
-    now = 40.0
-    tally.take(finished(2, 12))
-    tally.take({"event": "advanced", "key": "x", "job": job(), "done": 1, "total": 1, "value": None})
-    assert tally.share == pytest.approx(0.2)
-    # By pace 160 s are left, by the estimate 60 s.
-    assert tally.remaining == pytest.approx(0.8 * 160 + 0.2 * 60), "a fifth of the work done, four fifths of the trust"
-    now = 120.0
-    assert tally.remaining == pytest.approx(480)  # the estimate has passed, the pace remains
-    tally.take(finished(11, 12))
-    assert tally.remaining is None
+    events = [{"event": "planned", "total": 64, "finished": 0}, estimated(64, 60.0, budget=600.0)]
+    with module._Bars(Console(file=stream, width=80, force_terminal=True, _environ={}), tally) as bars:
+        for event in (*events, *([{"event": "exceeded"}] if exceeded else [])):
+            tally.take(event)
+            bars.take(event)
+    line = stream.getvalue()
+    assert words in line, line
+    assert "work 64 min, budget 10 min" in line
 
 
-def test_no_more_time_is_left_than_the_budget_allows() -> None:
+def test_work_left_and_budget_left_are_told_apart() -> None:
     now = 0.0
     tally = Tally(lambda: now)
     tally.take({"event": "planned", "total": 10, "finished": 0})
-    told = {"event": "estimated", "seconds": 100.0, "jobs": 10, "by_attack": {}, "advice": None, "budget": 30.0}
-    tally.take(told)
-    assert tally.remaining == 30.0
+    tally.take({"event": "timing", "job": job()})
+    assert tally.line() == "[0/10] timing dlg; after 0.0 s"
+    tally.take(estimated(10, 60.0, budget=300.0))
+    assert tally.left() == "work left: about 10 min, budget left: 5 min"
+    now = 290.0
+    tally.take(finished(0, 10))
+    assert tally.left() == "work left: about 10 s, budget left: 10 s", "nine jobs like the one that took a second"
+    now = 400.0
+    assert tally.left() == "work left: about 10 s, budget used up"
+
+
+def test_few_quick_jobs_do_not_hide_a_slow_one() -> None:
+    now = 0.0
+    tally = Tally(lambda: now)
+    tally.take({"event": "planned", "total": 10, "finished": 0})
+    slow = {**job("slow", attack="Slow()"), "jobs": 1, "seconds": 120.0}
+    quick = {**job("quick", attack="Quick()"), "jobs": 9, "seconds": 1.0}
+    tally.take(estimated(10, None, kinds=[slow, quick]))
+    tally.take({"event": "started", "key": "slow", "job": job("slow", attack="Slow()")})
+    for number in range(9):
+        tally.take(finished(number, 10, attack_name="quick", attack="Quick()") | {"key": f"quick {number}"})
     now = 10.0
-    assert tally.left() == "about 20 s left"
-    now = 40.0
-    assert tally.remaining == 0.0
+    assert tally.remaining == pytest.approx(110.0), "nine tenths of the jobs are not nine tenths of the work"
+    now = 200.0  # an estimate that has passed is no sign that the end is near
+    assert tally.remaining == pytest.approx(100.0)
+
+
+def test_what_is_left_out_takes_no_time(log: io.StringIO) -> None:
+    reason = because(
+        *("reconstruction", Remedy("again")),
+        **{"scenario": Scenario("FedSGD()", "none"), "example": 0, "attack": "dlg"},
+        **{"measure": "psnr", "value": 40.0, "limit": 20.0, "baseline": 10.0},
+    )
+    with audit_progress() as tell:
+        tell({"event": "planned", "total": 10, "finished": 0})
+        tell(estimated(10, 60.0))
+        tell({"event": "exceeded", "reason": reason, "stops": True})
+        tell({"event": "left out", "kinds": [{**job(), "jobs": 8}], "total": 2})
+        tell(finished(0, 2))
+        tell(finished(1, 2))
+    told = " ".join(log.getvalue().split())
+    assert "Policy already exceeded, FedSGD with no defence: example 0 leaks by dlg: PSNR 40.0 dB" in told
+    assert "--no-stop-on-leak runs it" in told
+    assert "[2/2] policy already exceeded; 2 done" in told
+    tally = Tally(lambda: 0.0)
+    tally.take({"event": "planned", "total": 10, "finished": 0})
+    tally.take(estimated(10, 60.0))
+    tally.take({"event": "left out", "kinds": [{**job(), "jobs": 8}], "total": 2})
+    assert tally.remaining == pytest.approx(120.0)
+
+
+@pytest.mark.parametrize("long", [True, False])
+def test_the_command_of_a_first_answer_is_printed_where_the_whole_takes_long(long: bool, log: io.StringIO) -> None:
+    with audit_progress(quick="leakscope audit --quick") as tell:
+        tell({"event": "planned", "total": 10, "finished": 0})
+        tell(estimated(10, 60.0, long=long))
+    assert ("For a first answer in minutes: leakscope audit --quick" in log.getvalue()) == long
 
 
 def test_a_job_in_few_words() -> None:

@@ -124,7 +124,7 @@ def test_the_help_of_audit_is_plain_text_and_says_what_the_spec_says(say: Any) -
         ("limits", "[SPEC] YAML spec of an audit"),
         ("reproduce", "TABLE PAPER/TABLE (leakscope list papers)."),
         ("list", "What to list."),
-        ("report", "DIRECTORY Folder of an audit."),
+        ("report", "DIRECTORY Folder of an audit, or of recorded updates."),
         ("compare", "SECOND Folder of another audit."),
     ],
 )

@@ -23,22 +23,34 @@ def picture(file: Path, size: tuple[int, int] = (6, 4), seed: int = 0, mode: str
     return pixels
 
 
-def test_classes_take_turns(tmp_path: Path) -> None:
-    first = picture(tmp_path / "cat" / "1.png", seed=1)
-    picture(tmp_path / "cat" / "2.png", seed=2)
-    picture(tmp_path / "cat" / "3.png", seed=3)
-    picture(tmp_path / "bird" / "z.bmp", seed=4)
-    (tmp_path / "cat" / "notes.txt").write_text("not a picture")
+def test_the_first_examples_are_a_random_draw(tmp_path: Path) -> None:
+    """Eight classes of four files: classes that take turns would give eight labels to the first batch of eight."""
+    pixels = {}
+    for number in range(32):
+        name = f"{'abcdefgh'[number // 4]}/{number % 4}.png"
+        pixels[number // 4, number % 4] = picture(tmp_path / name, seed=number)
+    (tmp_path / "a" / "notes.txt").write_text("not a picture")
     (tmp_path / ".hidden").mkdir()
-    examples = load_data("folder", tmp_path)
-    assert examples.class_names == ("bird", "cat")
-    assert examples.y.tolist() == [0, 1, 1, 1]
+    examples, again = load_data("folder", tmp_path), load_data("folder", tmp_path, limit=8)
+    assert examples.class_names == tuple("abcdefgh")
     assert examples.shape == (3, 4, 6)
     assert examples.private
-    assert torch.equal((examples.x[1] * 255).round().byte(), torch.from_numpy(first.transpose(2, 0, 1).copy()))
-    assert load_data("folder", tmp_path, limit=2).y.tolist() == [0, 1]
-    assert load_data("folder", tmp_path, limit=2).num_classes == 2
     assert not load_data("folder", tmp_path, private=False).private
+    assert torch.bincount(examples.y).tolist() == [4] * 8
+    assert torch.equal(again.x, examples.x[:8])
+    assert again.num_classes == 8
+    assert 1 < len(set(again.y.tolist())) < 8, "labels repeat, as in most draws"
+    for x, label in zip(again.x, again.y.tolist(), strict=True):
+        read = (255 * x).round().byte().numpy().transpose(1, 2, 0)
+        assert any((read == pixels[label, file]).all() for file in range(4))
+
+
+@pytest.mark.parametrize(("modes", "channels"), [("LL", 1), (("L", "RGB"), 3), (("RGB", "RGB"), 3)])
+def test_pictures_without_colours_are_read_as_grey(modes: tuple[str, str], channels: int, tmp_path: Path) -> None:
+    for number, mode in enumerate(modes):
+        picture(tmp_path / "a" / f"{number}.png", mode=mode)
+    assert load_data("folder", tmp_path).shape == (channels, 4, 6)
+    assert load_data("folder", tmp_path, mode="RGB").shape == (3, 4, 6)
 
 
 def test_modes_and_sizes(tmp_path: Path) -> None:
@@ -46,7 +58,7 @@ def test_modes_and_sizes(tmp_path: Path) -> None:
     picture(tmp_path / "a" / "2.jpg", (9, 12))
     picture(tmp_path / "b" / "3.png", (5, 5), mode="L")
     picture(tmp_path / "b" / "4.png", (8, 3), mode="RGBA")
-    with pytest.raises(ValueError, match=r"3\.png: expected a size of \(4, 6\).*resize"):
+    with pytest.raises(ValueError, match=r"\.(png|jpg): expected a size of \(\d+, \d+\) as of .*resize"):
         load_data("folder", tmp_path)
     assert load_data("folder", tmp_path, resize=8).shape == (3, 8, 8)
     assert load_data("folder", tmp_path, resize=(4, 7)).shape == (3, 4, 7)

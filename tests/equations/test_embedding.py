@@ -130,8 +130,8 @@ def test_refusals_name_what_was_seen() -> None:
         embedding_of(ls.FedSGD().observe(model, x, torch.arange(10)))
     with pytest.raises(NotApplicable, match="does not show 2 examples"):
         embedding_of(ls.FedSGD().observe(model, x[[0, 0]], torch.tensor([1, 1])))
-    with pytest.raises(NotApplicable, match="something follows the last linear layer"):
-        embedding_of(ls.FedSGD().observe(model_of("lenet-tanh"), x[:1], torch.tensor([1])))
+    with pytest.raises(NotApplicable, match="a softmax follows the last linear layer"):
+        embedding_of(ls.FedSGD().observe(model_of("lenet-tanh"), x[:2], torch.tensor([1, 2])))
     for parameter in model.get_submodule("fc").parameters():
         parameter.requires_grad_(False)
     with pytest.raises(NotApplicable, match="frozen"):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from leakscope.contracts.errors import NotApplicable
 from leakscope.equations.convolution_equations import LEAST_EQUATIONS
 from leakscope.equations.peel_state import active
-from leakscope.equations.peeling import AGREES, Peel, peel
+from leakscope.equations.peeling import AGREES, OpenEquations, Peel, peel
 from leakscope.equations.robust_solve import SET_ASIDE, robust_solve
 from leakscope.models.resnet import resnet18
 from leakscope.network.gates import GatedNetwork, read_gated
@@ -121,3 +121,40 @@ def test_active_units_lie_above_the_widest_gap() -> None:
     values = torch.tensor([2.0, 0.5, 1e-3, 3e-8, -2e-8, 1e-8])
     assert active(values).tolist() == [1, 1, 1, 0, 0, 0]
     assert active(-values.abs()).tolist() == [0] * 6
+
+
+def equations_of_a_batch(spare: float, seed: int = 0) -> tuple[OpenEquations, Tensor]:
+    """Return equations of a layer for the values of two images, ``spare`` times as many as unknowns, and the values."""
+    draws = torch.Generator().manual_seed(seed)
+    values = torch.randn((2, 6, 5, 5), generator=draws, dtype=torch.float64).relu()
+    rows = round(spare * 50)
+    matrix = torch.randn((rows, 50), generator=draws, dtype=torch.float64)
+    gradient = matrix @ values.permute(0, 2, 3, 1).flatten(0, 2)
+    return OpenEquations(step=3, share=spare, matrix=matrix, gradient=gradient, groups=torch.arange(rows)), values
+
+
+@pytest.mark.parametrize(("share", "error", "solved"), [(0.9, 0.03, True), (0.4, 0.03, False)])
+def test_equations_that_are_too_few_are_solved_from_near(share: float, error: float, solved: bool) -> None:
+    """Half of the values are zero, and which is nearly known: fewer equations than half of the unknowns are too few."""
+    system, values = equations_of_a_batch(share)
+    noise = torch.randn(values.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found, left = system.solve((values + error * noise * (values > 0)).float())
+    assert (float((found - values).norm() / values.norm()) < 1e-6) is solved
+    assert not solved or left < 1e-6
+
+
+def test_equations_follow_the_order_of_the_images() -> None:
+    system, values = equations_of_a_batch(2.0)
+    swapped = system.reordered(torch.tensor([1, 0]))
+    rows = values[[1, 0]].permute(0, 2, 3, 1).flatten(0, 2)
+    assert torch.allclose(swapped.matrix @ rows, swapped.gradient)
+
+
+def test_dead_channels_do_not_count_among_balanced_equations() -> None:
+    system, values = equations_of_a_batch(2.0)
+    system.matrix[0] *= 1e-12
+    system.gradient[0] *= 1e-12
+    matrix, gradient = system.balanced()
+    assert torch.equal(matrix[0], torch.zeros(50, dtype=torch.float64))
+    assert torch.allclose(matrix[1:].norm(dim=1), torch.ones(99, dtype=torch.float64))
+    assert torch.allclose(matrix @ values.permute(0, 2, 3, 1).flatten(0, 2), gradient)

@@ -264,7 +264,7 @@ def test_the_defence_is_in_the_training(tmp_path: Path) -> None:
 
 
 def test_a_defence_must_tell_its_settings(tmp_path: Path) -> None:
-    class Vague(Defense):
+    class Vague(Half):
         __repr__ = object.__repr__
 
     with pytest.raises(ValueError, match="expected a defence whose repr tells all"):

@@ -193,7 +193,10 @@ def test_poisson_batches_of_every_size_the_empty_one_is_told(tmp_path: Path) -> 
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in (tmp_path / "steps").iterdir())
     loaded = found[0].observation(net())
     assert loaded.channel == audit.observations[0].channel
-    report = audit.report("linear-layer", controls=False)
+    events: list[str] = []
+    report = audit.report("linear-layer", controls=False, progress=lambda event: events.append(event["event"]))
+    assert events[0] == "planned"
+    assert "finished" in events
     assert EMPTY in report.describe()
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.contracts.inputs import Box, ValueRange
+from leakscope.equations.peeling import OpenEquations
 from leakscope.matching.known_values import ACTIVE, GAIN, KnownValues
 from leakscope.matching.least_squares import LevenbergMarquardt, Preconditioner
 from leakscope.network.gates import GatedNetwork, read_gated
@@ -40,7 +41,7 @@ def test_the_image_is_found_and_determined() -> None:
     _, read = network()
     x = image(1)
     known = known_of(read, x)
-    found, left, _ = known.finish(known.descend(200), steps=20, tolerance=1e-9)
+    found, left, _ = known.finish(known.descend(known.start(), 200), steps=20, tolerance=1e-9)
     assert left < 1e-6
     assert float((found - x.flatten()).abs().max()) < 1e-4
     assert known.free_directions(found, 200) == (0,)
@@ -107,7 +108,7 @@ def test_least_squares_end_at_the_errors_of_the_values() -> None:
     lowest = min(known.known)
     noise = torch.randn(known.known[lowest].shape, generator=torch.Generator().manual_seed(0)).double()
     noisy = dataclasses.replace(known, known={lowest: known.known[lowest] * (1 + 1e-3 * noise)})
-    start, steps = known.descend(200), dict[float, int]()
+    start, steps = known.descend(known.start(), 200), dict[float, int]()
     for gain in (0.0, GAIN):
         steps[gain] = LevenbergMarquardt(steps=30, gain=gain).run(noisy, noisy.wanted, start).steps
     assert steps[GAIN] < steps[0.0] / 2
@@ -153,3 +154,49 @@ def test_an_image_below_the_middle_of_the_range_has_few_scales(brightest: float)
     x.view(-1)[0] = brightest
     known = dataclasses.replace(known_of(read, x), inputs=Box(shape=SHAPE, range=ValueRange(-1.0, 1.0)))
     assert len(known._byte_scales(known.inputs.to_unit(x.double()).flatten())) < 10
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_equations_add_values_where_they_fit_those_above(inside: bool) -> None:
+    """Inside of a block with a shortcut no known value follows from the solved ones alone."""
+    known, values = block_of_a_batch(inside)
+    truth = known.network.onwards(0, values).values
+    step = known.equations.step  # type: ignore[union-attr]
+    near = (values + 0.01 * torch.randn(values.shape, generator=torch.Generator().manual_seed(1))).flatten()
+    found = known.solve_equations(near)
+    assert found is not None
+    assert found.equations is None
+    assert torch.allclose(found.known[step], truth[step], atol=1e-4)
+    assert found.parts[0].equations is None
+    assert found.descend(near, 3).shape == near.shape
+    assert known.descend(near, 3).shape == near.shape
+    wrong = dataclasses.replace(known.equations, gradient=1.1 * known.equations.gradient)  # type: ignore[type-var, union-attr]
+    assert (dataclasses.replace(known, equations=wrong).solve_equations(near) is None) is not inside
+
+
+def block_of_a_batch(inside: bool) -> tuple[KnownValues, Tensor]:
+    """Know what a residual block gave for two images, with equations for its input, or for what is inside of it."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(x + self.second(torch.relu(self.first(x))))
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), Block(), nn.Flatten(), nn.Linear(288, 4))
+    read = read_gated(net.eval(), SHAPE, "4")
+    x = torch.cat([image(1), image(2)])
+    truth = read.onwards(0, x.double()).values
+    relus = [number for number, step in enumerate(read.steps) if step.kind == "relu"]
+    step = relus[1] if inside else relus[0]
+    draws = torch.Generator().manual_seed(0)
+    matrix = torch.randn((120, 72), generator=draws, dtype=torch.float64)
+    gradient = matrix @ truth[step].permute(0, 2, 3, 1).flatten(0, 2)
+    rows = OpenEquations(step=step, share=1.0, matrix=matrix, gradient=gradient, groups=torch.arange(120))
+    known = {number: truth[number] for number in relus if number > step}
+    space = Box(shape=SHAPE, range=ValueRange())
+    return KnownValues(read, known, space, rows).to(torch.float32), x

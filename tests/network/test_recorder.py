@@ -96,7 +96,7 @@ def test_models_that_return_more_than_a_tensor_are_recorded() -> None:
 
     net, x = Dict(), draw(2, 4)
     assert torch.equal(record_layers(net, x).outputs, net(x)["logits"])
-    assert find_head(net, (4,), 3).last
+    assert find_head(net, (4,), 3).tail == "none"
 
 
 def test_a_shape_that_does_not_fit_is_named() -> None:
@@ -172,19 +172,23 @@ def test_a_parametrised_layer_is_recorded_under_its_own_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "behind, last",
+    "behind, tail",
     [
-        ((), True),
-        ((nn.Identity(),), True),
-        ((nn.Dropout(0.5),), True),
-        ((nn.Softmax(1),), False),
-        ((nn.ReLU(),), False),
-        ((nn.Sigmoid(),), False),
+        ((), "none"),
+        ((nn.Identity(),), "none"),
+        ((nn.Dropout(0.5),), "none"),
+        ((nn.LogSoftmax(1),), "log_softmax"),
+        ((nn.Softmax(1),), "softmax"),
+        ((nn.LogSoftmax(1), nn.Softmax(1)), "softmax"),
+        ((nn.Softmax(1), nn.Softmax(1)), "other"),
+        ((nn.Softmin(1),), "other"),
+        ((nn.ReLU(),), "other"),
+        ((nn.Sigmoid(),), "other"),
     ],
 )
-def test_a_head_is_last_where_its_outputs_are_the_models(behind: tuple[nn.Module, ...], last: bool) -> None:
+def test_what_is_behind_the_head_is_told_by_its_outputs(behind: tuple[nn.Module, ...], tail: str) -> None:
     for seed in range(20):
         torch.manual_seed(seed)
         net = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3), *behind)
         head = find_head(net, (4,), 3)
-        assert (head.module_name, head.last) == ("2", last)
+        assert (head.module_name, head.tail) == ("2", tail)

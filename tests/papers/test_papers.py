@@ -209,3 +209,42 @@ def test_a_grid_needs_a_caption_and_a_recovered_picture_for_each_original() -> N
         PictureGrid(title="", originals=pixels, recovered=pixels[:1], captions=("a", "b"))
     with pytest.raises(ValueError, match="and 1"):
         PictureGrid(title="", originals=pixels, recovered=pixels, captions=("a",))
+
+
+def test_one_row_is_run_on_as_many_examples_as_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    run: list[tuple[int, int]] = []
+
+    def trial(example: Examples, iterations: int, seed: int) -> dict[str, float]:
+        run.append((len(example), iterations))
+        return {"DLG": 100.0, "iDLG": 100.0}
+
+    one = load_data("tiles")
+    monkeypatch.setattr(idlg, "trial", trial)
+    monkeypatch.setattr(idlg, "examples_or_reason", lambda name, **_: one)
+    shown: list[tuple[int, int]] = []
+    result = reproduce(
+        "idlg/labels", progress=lambda done, total, _: shown.append((done, total)), row="mnist, idlg", count=7
+    )
+    assert shown[-1] == (7, 7), "the total is that of what is run"
+    assert [(row.setting, row.count) for row in result.rows] == [("MNIST, iDLG", 7)]
+    assert len(run) == 7, "trials of other rows are not run"
+    assert result.command == "leakscope reproduce idlg/labels --scale smoke --row 'mnist, idlg' --n 7"
+    assert "row='mnist, idlg', count=7" in reproduce("idlg/labels", row="mnist, idlg", count=7, seed=1).command
+
+
+def test_a_selection_that_cannot_be_run_is_refused() -> None:
+    with pytest.raises(ValueError, match="no row with 'imagenet'"):
+        reproduce("gradients/counting", row="imagenet")
+    with pytest.raises(ValueError, match="count: gradients/counting has no examples to count"):
+        reproduce("gradients/counting", count=3)
+    with pytest.raises(ValueError, match="count"):
+        reproduce("idlg/labels", count=0)
+    (row,) = reproduce("gradients/counting", row=reproduce("gradients/counting").rows[2].setting).rows
+    assert row.published == 4.002
+
+
+@pytest.mark.parametrize(("count", "each", "trials"), [(None, 4, 13), (50, 4, 13), (8, 4, 2), (1, 4, 1)])
+def test_examples_fill_whole_trials(count: int | None, each: int, trials: int) -> None:
+    with base.selecting(base.Selection("", count)):
+        assert base.wanted(13, each) == trials
+    assert base.wanted(5) == 5

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from json_schema import violations
 from leakscope.cli import app
 from leakscope.report import compare, compare_differences, compare_tables, write_comparison
-from leakscope.report.compare import STRONGEST
+from leakscope.report.compare import PRIVATE, STRONGEST
 from leakscope.report.export import schema
 
 
@@ -119,3 +119,41 @@ def test_two_audits_alike_differ_in_nothing(pair: tuple[Path, Path]) -> None:
 def test_two_folders_are_expected(pair: tuple[Path, Path]) -> None:
     with pytest.raises(ValueError, match="expected two folders"):
         compare(pair[:1])
+
+
+def audited(defenses: tuple[str, ...], folder: Path, salt: str = "") -> Path:
+    made = fabricate(settings=tuple((SGD, one) for one in defenses), level=(0.1,) * len(defenses), failures=False)
+    made.meta["data"]["fingerprint"] = salt * 4 or "e" * 64
+    made.meta["salt"] = salt
+    return made.write(folder)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "pairs"),
+    [
+        (("none",), (NOISE,), [("none", NOISE)]),
+        (("none",), (NOISE, PRUNING), [("none", NOISE), ("none", PRUNING)]),
+        ((NOISE, PRUNING), ("none",), [(NOISE, "none"), (PRUNING, "none")]),
+        (("none",), ("none", NOISE), [("none", "none"), (NOISE, NOISE)]),
+        (("none", PRUNING), ("none", NOISE), [("none", "none"), (PRUNING, PRUNING), (NOISE, NOISE)]),
+    ],
+)
+def test_before_and_after_a_defence_are_paired_by_protocol(before, after, pairs, tmp_path: Path) -> None:
+    folders = audited(before, tmp_path / "a"), audited(after, tmp_path / "b")
+    lines = [line for line in compare_tables(*folders) if line.attack == STRONGEST]
+    assert [(line.defense, line.defense_b) for line in lines] == pairs
+    both = [line for line in lines if line.defense in before and line.defense_b in after]
+    assert all(math.isfinite(line.difference) for line in both)
+    assert both
+    told = CliRunner().invoke(app, ["compare", *map(str, folders), "--json"])
+    assert violations(json.loads(told.stdout), schema("compare")) == []
+    assert {(one["defense"], one["defense_second"]) for one in json.loads(told.stdout)["lines"]} == {*pairs}
+    assert ("\N{RIGHTWARDS ARROW}" in compare(folders)) == any(a != b for a, b in pairs)
+
+
+def test_fingerprints_of_private_data_are_not_compared(tmp_path: Path) -> None:
+    folders = [audited(("none",), tmp_path / salt, salt) for salt in ("a" * 16, "b" * 16)]
+    (found,) = compare_differences(*folders)
+    assert (found.name, found.first, found.second) == ("data: fingerprint", PRIVATE, PRIVATE)
+    assert PRIVATE in compare(folders)
+    assert compare_differences(folders[0], folders[0]) == []

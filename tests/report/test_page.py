@@ -274,7 +274,7 @@ def test_a_defence_that_no_attack_knew_is_told_with_its_setting(tmp_path: Path) 
     assert "Inconclusive" in page.text
     assert page.text.count("no attack that knows this defence was run") == 1
     assert "S2 FedSGD · GradientNoise(sigma=0.01) inconclusive" in page.text
-    assert "S2 no attack that knows this defence was run → What to do: Let attacks know it with" in page.text
+    assert "S2 no attack that knows this defence was run → What to do: Let attacks know the defence" in page.text
 
 
 def test_findings_are_listed_with_their_fate(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_a_leak_is_an_error_and_a_doubt_a_warning_each_at_its_line(tmp_path: Pat
     ]
     leak, doubt = (r["message"]["text"] for r in run["results"] if r["level"] != "note")
     assert "example 0 leaks by a: PSNR 30.0 dB, 22.0 dB above its control" in leak
-    assert "no attack that knows this defence was run. Let attacks know it" in doubt
+    assert "no attack that knows this defence was run. Let attacks know the defence" in doubt
     assert run["properties"]["outcome"] == "leaks"
     assert run["invocations"][0]["exitCode"] == 1
     related = run["results"][0]["relatedLocations"][0]["physicalLocation"]

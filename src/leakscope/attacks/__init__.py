@@ -109,9 +109,14 @@ ATTACKS: Registry[AttackEntry] = Registry(
 STRONGEST_SEARCH = "head-first"
 
 
+def message_kind(protocol: Protocol) -> str:
+    """Return what a client sends under this protocol, as the table of attacks names it."""
+    return "rounds" if protocol.sends_rounds else protocol.kind
+
+
 def standard_attacks(protocols: Iterable[Protocol], knowledge: Knowledge | None = None) -> list[str]:
     """Return the strongest attacks of each kind that fit these protocols, and a model that the server may choose."""
-    kinds = {"rounds" if protocol.sends_rounds else protocol.kind for protocol in protocols}
+    kinds = {message_kind(protocol) for protocol in protocols}
     fitting = [entry for entry in ATTACKS.values() if kinds & set(entry.standard_for)]
     return [
         entry.name

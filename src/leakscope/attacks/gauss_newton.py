@@ -180,4 +180,6 @@ class GaussNewton(Attack):
             head = find_head(observation.model, observation.input_shape, observation.num_classes)
         except ValueError:
             return None
-        return as_gradient(observation).get(head.bias_name) if head.bias_name is not None and head.last else None
+        if head.bias_name is None or not head.gives_logits(observation.task):
+            return None
+        return as_gradient(observation).get(head.bias_name)

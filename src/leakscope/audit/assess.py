@@ -29,8 +29,10 @@ from leakscope.limits import diagnose
 from leakscope.matching.orders import Order
 from leakscope.matching.unexplained import is_unexplained, noise_share, unexplained
 from leakscope.metrics import Evaluation, Lpips, evaluate
+from leakscope.metrics.image import grain
 from leakscope.report.captured import assessment_line
 from leakscope.report.sentences import RECOVERED_PSNR
+from leakscope.results.policy import Policy
 from leakscope.results.records import first_line
 
 FLAG = "update not explained"
@@ -39,8 +41,14 @@ BLIND_DRAWS = 3
 #: Above the first share of what its baseline leaves a result is no better; below the second it stands out.
 NO_BETTER, STANDS_OUT = 0.9, 0.5
 
+#: What is left of the update by inputs that are taken for the client's without a certificate: 29 to 37 dB were seen.
+LOOKS_RIGHT = 0.1
+#: Grain from which on pictures look like noise: 95 % of those of seven data sets have 0.42 or less, white noise has 1.
+NOISE_LIKE = 0.5
+
 ControlName = Literal["grey", "random", "others", "noise"]
 Standing = Literal["certified", "stands out", "somewhat better", "no better", "unknown"]
+Outcome = Literal["looks recovered", "probably not recovered", "cannot say"]
 
 
 class Truth(NamedTuple):
@@ -175,6 +183,37 @@ class Assessment:
             return "certified"
         return standing_of(self.unexplained, [one.unexplained for one in self.baselines])
 
+    @property
+    def noise_like(self) -> bool:
+        """Tell whether half of the recovered pictures or more look like noise."""
+        found, space = self.reconstruction, self.observation.inputs
+        if found is None or not space.smooth or found.inputs.dim() != 4:
+            return False
+        return float(grain(space.to_unit(found.inputs.detach().cpu()).clamp(0, 1)).median()) > NOISE_LIKE
+
+    @property
+    def outcome(self) -> Outcome:
+        """Say in three answers what a result may be taken for; with the truth, by the limits of the default policy.
+
+        Without the truth and without certificates, pictures must explain the update and not look like noise.
+        """
+        found, standing, policy = self.reconstruction, self.standing, Policy()
+        if found is None:
+            return "cannot say"
+        if standing == "certified":
+            return "looks recovered"
+        if self.lift is not None and self.psnr is not None:
+            pairs = zip(self.psnr, self.lift, strict=True)
+            near = any(psnr >= policy.max_psnr and lift >= policy.min_lift for psnr, lift in pairs)
+            return "looks recovered" if near else "probably not recovered"
+        if found.certified:
+            return "looks recovered"
+        explains = standing == "stands out" and self.unexplained is not None and self.unexplained <= LOOKS_RIGHT
+        if explains:
+            open_ends = found.diagnosis is not None and found.diagnosis.outcome == "not identifiable"
+            return "cannot say" if self.noise_like or open_ends else "looks recovered"
+        return "probably not recovered" if standing == "no better" or self.noise_like else "cannot say"
+
     def metrics(self) -> dict[str, float]:
         """Return numbers that hold no inputs and no labels, of the example worst off; NaN where not measured."""
         guess, place = self.reconstruction, "captured" if self.origin is None else self.origin.place
@@ -260,11 +299,15 @@ def assess(
             by_truth = left_by(observation, known.x, known.y, known.order())
         found = _flagged(found, observation, left, by_truth, known is not None and known.y is not None)
         found = dataclasses.replace(found, diagnosis=_diagnosed(observation, found, thorough))
+
+    def again(seen: Observation) -> Reconstruction:
+        return attack(seen, seed=seed, device=device, progress=progress)
+
     baselines = []
     for name in controls:
         draws = torch.Generator().manual_seed(derived_seed(seed, 0, "control"))  # none of them the attack's
         try:
-            one = _baseline(name, observation, found, ruler, lambda seen: attack(seen, seed=seed, device=device), draws)
+            one = _baseline(name, observation, found, ruler, again, draws)
         except Refusal as error:  # which is an answer too: it takes noise for no update
             told.append(f"no control on {name}: {error}")
             continue

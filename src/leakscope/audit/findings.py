@@ -79,6 +79,8 @@ def describe_floor(subject: Subject) -> dict[str, Any]:
     channel = subject.protocol.channel(defense, len(subject.x))
     if channel is None:
         return {"reason": f"what {type(defense).__name__} does to an update is not known to the calculation"}
+    if subject.observation.dropout == "train":
+        channel = Channel(inexact=True)
     if channel.beyond_theory is not None:
         return {"reason": channel.beyond_theory}
     wide = subject.observation.without_channel().to(device="cpu", dtype=torch.float64)

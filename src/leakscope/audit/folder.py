@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from itertools import product
@@ -17,27 +18,26 @@ from leakscope.audit.plan import AXES, Plan, joined
 from leakscope.audit.setup import Setup
 from leakscope.audit.spec import AuditSpec
 from leakscope.audit.yaml_text import item_lines
-from leakscope.contracts.protocol import BATCHNORM, client_copy
+from leakscope.contracts.protocol import BATCHNORM, client_copy, draws_units
 from leakscope.contracts.task import outputs_of
 from leakscope.report.sarif import Place, Source, place_of
 from leakscope.report.template import cells_of, text_template
+from leakscope.results.reasons import Scenario
 from leakscope.results.records import UTILITY, mapping, plain, without_folders
+from leakscope.results.scale import Scale, read_scales
 from leakscope.results.store import DATABASE, Store, StoreError, check_same_audit
 
-#: Settings of attacks that say how long they try.
-_EFFORTS = ("iterations", "steps", "restarts")
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
-
-def open_store(setup: Setup, plan: Plan, directory: Path) -> tuple[Store, Plan]:
+def open_store(setup: Setup, plan: Plan, directory: Path, scales: Mapping[Scenario, Scale]) -> tuple[Store, Plan]:
     """Return the folder's store, and the plan of all that was ever asked for in it."""
+    # What the newest run asks for, and what each attack had done before it: rows of both count.
+    newest: dict[str, Any] = {"attacks": {part.identity(): part.name for part in setup.spec.attacks}, "earlier": {}}
     if directory.exists() and not directory.is_dir():
         raise StoreError(f"{directory}: expected a folder, got a file; choose another --out")
     if not (directory / DATABASE).exists():
         meta = {**_meta(setup), **plan.meta(setup, identity(setup))}
-        return Store.create(
-            directory, {**meta, "audited": describe_audited(setup, {**meta["spec"], "examples": plan.axes["examples"]})}
-        ), plan
+        meta["plan"]["scales"] = _scales(meta["plan"], scales)
+        return Store.create(directory, {**meta, "newest": newest, "audited": describe_audited(setup)}), plan
     store = Store.open(directory, write=True)
     try:
         stored = mapping(store.meta("identity"))
@@ -46,18 +46,29 @@ def open_store(setup: Setup, plan: Plan, directory: Path) -> tuple[Store, Plan]:
         check_same_audit(store, known, may_be_new=(UTILITY,))
         plan = Plan.read(store).grown(plan, store.finished())
         spec = _grown_spec(store.meta("spec"), _told_spec(setup))
-        audited = describe_audited(setup, {**spec, "examples": plan.axes["examples"]})
-        changes = {
+        changes: dict[str, Any] = {
             **plan.meta(setup, known),
             **_newest(setup),
             "spec": spec,
-            "audited": _grown_statements(store.meta("audited"), audited),
+            "audited": _grown_statements(store.meta("audited"), describe_audited(setup)),
+        }
+        old = mapping(store.meta("plan"))
+        earlier = Counter(row.job.attack for row in store.rows() if row.counts and row.status == "done")
+        changes["newest"] = {**newest, "earlier": dict(earlier)}
+        changes["plan"] |= {
+            "scales": _scales(changes["plan"], {**read_scales(old), **scales}),
+            "kinds": {**mapping(old.get("kinds")), **changes["plan"]["kinds"]},
         }
         store.update(changes, {job.key: job.position for job in plan.jobs})
     except BaseException:
         store.close()
         raise
     return store, plan
+
+
+def _scales(plan: Mapping[str, Any], scales: Mapping[Scenario, Scale]) -> list[dict[str, Any]]:
+    cells = [Scenario(entry["protocol"], entry["defense"]) for entry in plan["settings"]]
+    return [scales[cell].as_dict(cell) for cell in cells if cell in scales]
 
 
 def _newest(setup: Setup) -> dict[str, Any]:
@@ -140,7 +151,7 @@ def _grown_statements(stored: Any, now: list[dict[str, Any]]) -> list[dict[str, 
     before = [old for old in stored if isinstance(old, dict)] if isinstance(stored, list) else []
     return [
         *now,
-        *(old for old in before if old not in now and not str(old.get("text")).startswith(("Effort", "Waived"))),
+        *(old for old in before if old not in now and not str(old.get("text")).startswith("Waived")),
     ]
 
 
@@ -178,8 +189,8 @@ def _defined(target: Any) -> Place | None:
     return None if file is None else place_of(file, line)
 
 
-def describe_audited(setup: Setup, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Say what the verdict is about, and what of it is a warning; ``asked`` is the spec of all runs in the folder."""
+def describe_audited(setup: Setup) -> list[dict[str, Any]]:
+    """Say what the verdict is about, and what of it is a warning; what was run is told by the rows."""
     spec, modules = setup.spec, list(setup.model.modules())
     norms = [module.training for module in modules if isinstance(module, BATCHNORM)]
     promises = []
@@ -189,10 +200,11 @@ def describe_audited(setup: Setup, asked: Mapping[str, Any]) -> list[dict[str, A
         if spent is not None and promised is not None:
             promises.append((defense.name, part.name, passes, spent, promised))
     text = text_template("audited.txt.j2", {}).render(
-        **{"setup": setup, "spec": spec, "asked": asked, "efforts": _EFFORTS, "promises": promises},
+        **{"setup": setup, "spec": spec, "promises": promises},
         own=("train" if any(norms) else "eval") if norms else None,
         modes=sorted({part.instance.batchnorm for part in spec.protocols}),
-        dropout=any(isinstance(module, _DROPOUTS) and module.p > 0 for module in modules),
+        dropout=draws_units(setup.model, setup.inputs(torch.tensor([0]))[0]),
+        dropouts={part.instance.dropout for part in spec.protocols},
         outputs=_outputs(setup) if spec.task.instance.has_classes else 0,
     )
     return [

@@ -113,7 +113,11 @@ def executor_part(value: Any) -> Part:
 
 
 def knowledge_fields(value: Any) -> dict[str, Any]:
-    """Return all fields of the Knowledge that a preset's name, a mapping or a Knowledge means."""
+    """Return all fields of the Knowledge that a preset's name, a preset with changes, a mapping or a Knowledge means.
+
+    >>> knowledge_fields({"honest_server": {"batch_order": True}})["batch_order"]
+    True
+    """
     from leakscope.contracts.knowledge import KNOWLEDGE_PRESETS, Knowledge
 
     if isinstance(value, Knowledge):
@@ -122,10 +126,12 @@ def knowledge_fields(value: Any) -> dict[str, Any]:
         return dataclasses.asdict(Knowledge.preset(find_name(value, KNOWLEDGE_PRESETS)))
     if not isinstance(value, Mapping):
         raise UserError(f"expected {', '.join(KNOWLEDGE_PRESETS)} or a mapping, got {value!r}")
-    options = dict(value)
+    options, base = dict(value), {}
+    if len(options) == 1 and isinstance(changes := next(iter(options.values())), Mapping):
+        base, options = knowledge_fields(str(next(iter(options)))), dict(changes)
     if isinstance(options.get("labels"), bool):
         options["labels"] = "yes" if options["labels"] else "no"  # YAML reads the words yes and no as booleans
-    return dataclasses.asdict(Knowledge.build(options))
+    return dataclasses.asdict(Knowledge.build({**base, **options}))
 
 
 def _part(value: Any, table: Registry[Any]) -> Part:

@@ -2,21 +2,18 @@
 
 A folder grows: what is asked for now joins what was asked for before. The union of two grids is no grid, so the store
 keeps the list of all jobs ever planned in it: only then are those of an earlier run that never finished still missed.
-A time budget limits how long jobs may be begun, and passes over attempts on examples that another attack has recovered
-exactly, as measured against the truth.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
 from typing import Any
 
-from leakscope.attacks import ATTACKS, standard_attacks
+from leakscope.attacks import message_kind, standard_attacks
 from leakscope.audit.controls import CONTROLS, Control
 from leakscope.audit.findings import FINDINGS
 from leakscope.audit.keys import Keys, content_hash, is_training
@@ -24,7 +21,7 @@ from leakscope.audit.parts import part_at
 from leakscope.audit.setup import Setup
 from leakscope.audit.spec import AuditSpec
 from leakscope.audit.utility import most_frequent
-from leakscope.results.records import POSITIVE, AttemptRecord, JobRecord, Row
+from leakscope.results.records import JobRecord
 from leakscope.results.store import Store, StoreError
 
 #: Keys of a spec that are lists and may grow; the number of examples grows too.
@@ -123,32 +120,8 @@ def client_of(setup: Setup, job: Job) -> tuple[Any, ...]:
     return job.protocol, part_at(setup.spec.defenses, job.defense).identity(), job.seed, job.batch, own
 
 
-def grouped(setup: Setup, jobs: list[Job]) -> list[list[Job]]:
-    """Return the jobs by client, so that its update is made once, in the order in which each client first occurs."""
-    groups: dict[tuple[Any, ...], list[Job]] = {}
-    for job in jobs:
-        groups.setdefault(client_of(setup, job), []).append(job)
-    return list(groups.values())
-
-
-def in_turn(setup: Setup, jobs: list[Job]) -> list[list[Job]]:
-    """Return the jobs in the order of a time budget, each a group of its own.
-
-    Guesses without an attack; then attack by attack, in the order of the table: of one example after the other its
-    controls, then every setting, and further seeds only after all examples. Findings are last. Controls go before the
-    attempts that are compared with them, so that a leak which was seen stays one when more is run.
-    """
-    spec, table = setup.spec, list(ATTACKS)
-    ranks = [table.index(part.name) if part.name in table else len(table) for part in spec.attacks]
-
-    def order(job: Job) -> tuple[int, ...]:
-        seed = seed_place(job, spec.seeds) if job.control is None else 0
-        if job.attack is None:
-            stage = -1 if job.finding is None else len(table) + 1
-            return stage, 0, seed, job.batch, 0, job.position
-        return ranks[job.attack], job.attack, seed, job.batch, int(job.control is None), job.position
-
-    return [[job] for job in sorted(jobs, key=order)]
+def is_attempt(job: Job) -> bool:
+    return job.control is None and job.finding is None
 
 
 def seed_place(job: Job, seeds: list[int]) -> int:
@@ -270,7 +243,16 @@ class Plan:
             "examples": self.axes["examples"],
             "label_chance": most_frequent(setup.data.y),
             "standard": self.standard,
+            "kinds": {part.identity(): message_kind(part.instance) for part in setup.spec.protocols},
+            "left_out": [
+                *(["controls"] if set(CONTROLS) - set(self.axes["controls"]) else []),
+                *(["findings"] if set(_untrained()) - set(self.axes["findings"]) else []),
+            ],
         }
+
+
+def _untrained() -> list[str]:
+    return [name for name in FINDINGS if not is_training(name)]
 
 
 def joined(before: Sequence[Any], now: Sequence[Any]) -> list[Any]:
@@ -303,83 +285,3 @@ def _numbered(jobs: Any, axes: Mapping[str, Any]) -> tuple[Job, ...]:
 
 def _per_setting(job: Job) -> bool:
     return job.finding is not None and FINDINGS[job.finding].per == "setting"
-
-
-#: Errors this small vanish when grey values are rounded to one of 256 (dB).
-EXACT_PSNR = 60.0
-
-
-class Spared:
-    """Tell which of ``jobs`` need not be run any more, by what was recovered so far."""
-
-    def __init__(self, setup: Setup, jobs: Iterable[Job]) -> None:
-        self._setup = setup
-        # Nothing is spared of a policy that tells good reconstructions from better ones.
-        self._enough = max(EXACT_PSNR, setup.spec.policy.max_psnr)
-        self._recovered: set[tuple[Any, ...]] = set()
-        self._attempts = [job for job in jobs if _is_attempt(job)]
-
-    def learn(self, job: Job, result: AttemptRecord | None) -> None:
-        if result is None or not _is_attempt(job):
-            return
-        if result.examples and all(example.value("psnr") >= self._enough for example in result.examples):
-            self._recovered.add(_client(job))
-
-    def learn_rows(self, jobs: Iterable[Job], rows: Iterable[Row]) -> None:
-        results = {row.key: row.result for row in rows if row.status == "done"}
-        for job in jobs:
-            self.learn(job, results.get(job.key))
-
-    def spares(self, job: Job) -> bool:
-        """Tell whether it is an attempt on recovered examples, or a control of such attempts only."""
-        if _is_attempt(job):
-            return _client(job) in self._recovered
-        if job.control is None or job.attack is None:
-            return False
-        same = [one for one in self._attempts if (one.protocol, one.attack) == (job.protocol, job.attack)]
-        # A positive control speaks of the attack on all examples, others of what they were taken of.
-        everywhere = CONTROLS[job.control].kind == POSITIVE
-        return all(self.spares(one) for one in same if everywhere or one.batch == job.batch)
-
-    def meta(self, jobs: Iterable[Job]) -> dict[str, Any]:
-        """Count the spared ``jobs``: attempts of each setting, and controls."""
-        spared = list(jobs)
-        settings = Counter(describe(self._setup, job).scenario for job in spared if _is_attempt(job))
-        attempts = [{"protocol": p, "defense": d, "jobs": count} for (p, d), count in settings.items()]
-        return {"attempts": attempts, "controls": len(spared) - settings.total()}
-
-
-class Budget:
-    """Limit the seconds, from the first job on, in which jobs are begun; None: no limit, and nothing is spared.
-
-    The first job is always begun, so that every run gets on.
-
-    >>> ticks = iter([0.0, 5.0, 10.0])
-    >>> budget = Budget(10.0, clock=lambda: next(ticks))
-    >>> budget.allows(), budget.allows(), budget.allows()
-    (True, True, False)
-    """
-
-    def __init__(
-        self, seconds: float | None = None, spared: Spared | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.seconds, self._spared, self._clock = seconds, spared, clock
-        self._since: float | None = None
-
-    def allows(self) -> bool:
-        if self.seconds is None:
-            return True
-        now = self._clock()
-        self._since = now if self._since is None else self._since
-        return now - self._since < self.seconds
-
-    def spares(self, job: Job) -> bool:
-        return self.seconds is not None and self._spared is not None and self._spared.spares(job)
-
-
-def _is_attempt(job: Job) -> bool:
-    return job.control is None and job.finding is None
-
-
-def _client(job: Job) -> tuple[Any, ...]:
-    return job.protocol, job.defense, job.batch  # whatever the seed, the examples are the same

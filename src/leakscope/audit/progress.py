@@ -13,10 +13,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID,
 from rich.table import Column
 from rich.text import Text
 
-from leakscope.audit.estimate import remaining_seconds
+from leakscope.audit.forecast import Forecast
 from leakscope.audit.output import Unfailing
 from leakscope.report.words import duration
 from leakscope.results.names import short_names
+from leakscope.results.reasons import Reason
 from leakscope.results.records import counted, finding_words, first_line
 
 #: Seconds between two lines where there is no terminal; a log that is silent for longer looks dead.
@@ -28,6 +29,10 @@ MAX_BARS = 4
 
 Event = dict[str, Any]
 Tell = Callable[[Event], None]
+#: What lines and bars begin with once a scenario exceeds the policy.
+EXCEEDED = "policy already exceeded"
+#: What a first answer is asked for with, from Python.
+QUICK = "leakscope.audit(..., quick=True)"
 #: "lines" announce the jobs and sum them up; "rare" lines only tell that something is still running.
 Display = Literal["bars", "lines", "rare", "remarks"]
 
@@ -44,13 +49,17 @@ def listener(progress: Tell | bool | None) -> Iterator[tuple[Tell | None, bool]]
         return
     stream: Any = None if sys.stderr is None else Unfailing(sys.stderr)
     bars = bool(progress) or looks
-    with shown(Console(file=stream, stderr=True, highlight=False, markup=False), "bars" if bars else "rare") as tell:
+    console = Console(file=stream, stderr=True, highlight=False, markup=False)
+    with shown(console, "bars" if bars else "rare", quick=QUICK) as tell:
         yield tell, bars
 
 
 @contextmanager
-def shown(console: Console, display: Display, *, verbose: bool = False) -> Iterator[Tell]:
-    """Yield a callback for the audit's events, which shows them on ``console``."""
+def shown(console: Console, display: Display, *, verbose: bool = False, quick: str | None = None) -> Iterator[Tell]:
+    """Yield a callback for the audit's events, which shows them on ``console``.
+
+    ``quick`` is the command for a first answer, which is told where the whole takes long.
+    """
     tally, told = Tally(), set[str]()
 
     def remark(event: Event) -> None:
@@ -60,11 +69,18 @@ def shown(console: Console, display: Display, *, verbose: bool = False) -> Itera
         elif kind == "workers":
             _say(console, f"Using {counted(event['workers'], 'worker')}: {event['reason']}.")
         elif kind == "estimated":
-            _say(console, f"Estimated time: at most {rough(event['seconds'])} for {counted(event['jobs'], 'job')}.")
+            about = "at least" if event["at_least"] else "about"
+            _say(console, f"Estimated time: {about} {rough(event['seconds'])} for {counted(event['jobs'], 'job')}.")
             for attack, seconds in event.get("by_attack", {}).items() if verbose else ():
                 _say(console, f"  {attack}: {rough(seconds)}")
             if event.get("advice"):
                 _say(console, f"Hint: {event['advice']}")
+            if event.get("long") and quick is not None:
+                _say(console, f"For a first answer in minutes: {quick}")
+        elif kind == "exceeded":
+            rest = " The rest of this scenario is not run; --no-stop-on-leak runs it."
+            text = f"{EXCEEDED.capitalize()}, {event['scenario']}: {event['reason']}."
+            _say(console, text + (rest if event["stops"] else ""))
         elif kind == "finished" and verbose:
             _say(console, f"[{event['completed']}/{event['total']}] {job_line(event)}")
         elif kind == "finished" and event["status"] == "failed":
@@ -83,6 +99,39 @@ def shown(console: Console, display: Display, *, verbose: bool = False) -> Itera
             yield _in_turn(tally.take, lines.take, *([remark] if display == "lines" else []))
 
 
+class Updates:
+    """Tell ``tell`` how far an attack on ``count`` updates is, in the events of an audit."""
+
+    def __init__(self, tell: Tell | None, attack: str, count: int, passes: int = 1) -> None:
+        self._tell, self._count, self._passes = tell, count, passes
+        facts = {"protocol": "", "attack": attack, "attack_name": attack, "control": None, "finding": None}
+        self._jobs = [{**facts, "defense": f"update {n + 1}", "batch": n, "seed": 0} for n in range(count)]
+        kinds = [{**job, "jobs": 1, "seconds": None} for job in self._jobs]
+        self._emit({"event": "planned", "total": count, "finished": 0, "kinds": kinds})
+
+    @contextmanager
+    def update(self, number: int) -> Iterator[Callable[[int, int, float], None]]:
+        """Yield the callback for the steps of one update, which the attack makes in ``passes`` (one for a control)."""
+        job = {"key": str(number), "position": number, "job": self._jobs[number]}
+        started, last, done_before = time.monotonic(), 0, 0
+
+        def step(done: int, total: int, value: float) -> None:
+            nonlocal last, done_before
+            done_before += total if done < last else 0
+            last = done
+            steps = {"done": min(done_before + done, self._passes * total), "total": self._passes * total}
+            self._emit({"event": "advanced", **job, **steps, "value": value})
+
+        self._emit({"event": "started", **job})
+        yield step
+        ended = {"status": "done", "error": None, "psnr": None, "seconds": time.monotonic() - started}
+        self._emit({"event": "finished", **job, **ended, "completed": number + 1, "total": self._count})
+
+    def _emit(self, event: Event) -> None:
+        if self._tell is not None:
+            self._tell(event)
+
+
 class Tally:
     """Count what the events of an audit say so far: jobs done, steps of those under way, time left."""
 
@@ -91,8 +140,10 @@ class Tally:
         self.total = self.completed = self.at_start = 0
         self.fates: Counter[str] = Counter()
         self.best: float | None = None
+        self.exceeded = False
+        self.timing: str | None = None
         self.running: dict[str, Event] = {}
-        self.estimate: float | None = None
+        self.forecast: Forecast | None = None
         self.budget: float | None = None
         self.since = clock()
 
@@ -101,45 +152,84 @@ class Tally:
         if kind == "planned":
             self.total, self.completed = event["total"], event["finished"]
             self.at_start, self.since = self.completed, self._clock()
+            if "kinds" in event:  # of work without trials
+                self.forecast = Forecast(event["kinds"], clock=self._clock)
+        elif kind == "timing":
+            self.timing = job_kind(event["job"])
         elif kind == "estimated":
-            self.estimate, self.since = event["seconds"], self._clock()
-            self.budget = event.get("budget")
+            self.forecast, self.since = Forecast(event["kinds"], event["workers"], self._clock), self._clock()
+            self.budget = event["budget"]
+        elif kind == "exceeded":
+            self.exceeded = True
+        elif kind == "left out":
+            self.total = event["total"]
+            if self.forecast is not None:
+                self.forecast.leave_out(event["kinds"])
         elif kind == "started" or kind == "advanced":
-            self.running[event["key"]] = event
+            self.running[event["key"]], self.timing = event, None
+            self._foretell(event)
         elif kind == "finished":
             self.running.pop(event["key"], None)
-            self.completed = event["completed"]
+            self.completed, self.total = event["completed"], event["total"]
             self.fates[event["status"]] += 1
+            self._foretell(event)
             if event["psnr"] is not None and not event["job"]["control"]:
                 self.best = event["psnr"] if self.best is None else max(self.best, event["psnr"])
+
+    def _foretell(self, event: Event) -> None:
+        if self.forecast is None:
+            return
+        key, job = event["key"], event["job"]
+        if event["event"] == "started":
+            self.forecast.started(key, job)
+        elif event["event"] == "advanced":
+            self.forecast.advanced(key, job, event["done"], event["total"])
+        else:
+            self.forecast.finished(key, job, event["seconds"])
 
     @property
     def elapsed(self) -> float:
         return self._clock() - self.since
 
     @property
-    def share(self) -> float:
-        """Return how much of what was left at the start is done; steps of running jobs count as parts of a job."""
-        left = self.total - self.at_start
-        steps = sum(event["done"] / event["total"] for event in self.running.values() if event.get("total"))
-        return min(1.0, (self.completed - self.at_start + steps) / left) if left > 0 else 1.0
-
-    @property
     def remaining(self) -> float | None:
-        return remaining_seconds(self.elapsed, self.share, self.estimate, self.budget)
+        """Return the seconds that the jobs still take, whatever the budget allows; None where that is not known."""
+        if self.forecast is None or self.completed >= self.total:
+            return None
+        return self.forecast.remaining()
 
     def left(self) -> str:
-        return "" if (remaining := self.remaining) is None else f"about {rough(remaining)} left"
+        """Say how much work is left, and how much of the budget: two different things."""
+        told = []
+        if (remaining := self.remaining) is not None:
+            least = "at least" if self.forecast is not None and self.forecast.at_least else "about"
+            told.append(f"work left: {least} {rough(remaining)}")
+        if self.budget is not None and self.completed < self.total:
+            left = self.budget - self.elapsed
+            told.append(f"budget left: {rough(left)}" if left > 0 else "budget used up")
+        return ", ".join(told)
+
+    def left_in_short(self) -> str:
+        """Say the same in the 24 characters that a bar has for it in 80 columns."""
+        told = []
+        if (remaining := self.remaining) is not None:
+            least = "over " if self.forecast is not None and self.forecast.at_least else ""
+            told.append(f"work {least}{rough(remaining)}")
+        if self.budget is not None and self.completed < self.total:
+            left = self.budget - self.elapsed
+            told.append(f"budget {rough(left) if left > 0 else 'over'}")
+        return ", ".join(told)
 
     def line(self) -> str:
         fates = ", ".join(f"{count} {fate}" for fate, count in sorted(self.fates.items()))
         running = next(iter(self.running.values()), None)
-        under_way = ""
+        under_way = "" if self.timing is None else f"timing {self.timing}"
         if running is not None:
             steps = f", step {running['done']} of {running['total']}" if running.get("total") else ""
             under_way = f"now {job_kind(running['job'])}{steps}"
         best = "" if self.best is None else f"best {_decibels(self.best)}"
-        parts = (fates, best, under_way, self.left() or f"after {duration(self.elapsed)}")
+        exceeded = EXCEEDED if self.exceeded else ""
+        parts = (exceeded, fates, best, under_way, self.left() or f"after {duration(self.elapsed)}")
         return f"[{self.completed}/{self.total}] {'; '.join(part for part in parts if part)}"
 
 
@@ -154,6 +244,14 @@ def rough(seconds: float) -> str:
     if seconds < 5400:
         return f"{max(1, round(seconds / 60))} min"
     return f"{seconds / 3600:.1f} h" if seconds < 36 * 3600 else f"{seconds / 86400:.1f} days"
+
+
+def scenario_name(reason: Reason) -> str:
+    """Name the scenario of a reason in few words."""
+    if reason.scenario is None:
+        return "all scenarios"
+    protocol, defense = (short_names([part])[part] for part in reason.scenario)
+    return f"{protocol} with {defense}"
 
 
 def job_kind(job: Event) -> str:
@@ -207,11 +305,11 @@ class _Bars:
     def __init__(self, console: Console, tally: Tally) -> None:
         self._tally = tally
         self._view = Progress(
-            TextColumn("{task.description}", table_column=Column(ratio=3, no_wrap=True, overflow="ellipsis")),
+            TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
             BarColumn(bar_width=12),
             _Count(),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[note]}", table_column=Column(ratio=2, no_wrap=True, overflow="ellipsis")),
+            TextColumn("{task.fields[note]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
             console=console,
             expand=True,
         )
@@ -241,7 +339,10 @@ class _Bars:
         elif kind == "finished" and event["key"] in self._jobs:
             view.remove_task(self._jobs.pop(event["key"]))
         tally = self._tally
-        view.update(self._audit, total=tally.total, completed=tally.completed, description="jobs", note=tally.left())
+        what = EXCEEDED if tally.exceeded else "jobs" if tally.timing is None else f"timing {tally.timing}"
+        view.update(
+            self._audit, total=tally.total, completed=tally.completed, description=what, note=tally.left_in_short()
+        )
 
 
 class _Lines:

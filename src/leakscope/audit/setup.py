@@ -2,8 +2,9 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from leakscope.contracts.checks import JOBS, brief
 from leakscope.contracts.disk import read_whole
 from leakscope.contracts.errors import NotApplicable, UserError
 from leakscope.contracts.knowledge import Knowledge
+from leakscope.contracts.observation import Observation
 from leakscope.contracts.protocol import check_batch
 from leakscope.contracts.spool import tensor_bytes
 from leakscope.data import Examples, split_by_group, split_dirichlet, split_iid
@@ -28,6 +30,8 @@ from leakscope.federation.checkpoints import answer_to
 from leakscope.metrics import MAX_CANDIDATES, Lpips, find_lpips, load_lpips
 from leakscope.models import build_model
 from leakscope.models.weights import load_weights
+from leakscope.results.reasons import Scenario
+from leakscope.results.scale import Scale
 
 Rounds = Callable[[int, int, float], None]
 
@@ -226,24 +230,60 @@ def torch_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def rehearse(setup: Setup) -> None:
-    """Let each protocol and defence make the first client's update once; raise SpecError with all that fail."""
-    problems = []
+def rehearse(setup: Setup) -> dict[Scenario, Scale]:
+    """Let each protocol and defence make the first client's update once; raise SpecError with all that fail.
+
+    Return how large each defence's change of the update is, where it leaves the model as it is.
+    """
+    found: dict[str, list[str]] = {}
+    scales = {}
     x, y = setup.batch(0)
     targets = setup.data.y[torch.tensor([index for batch in setup.batches for index in batch])]
     for number, protocol in enumerate(setup.spec.protocols):
         brief = protocol.model_copy(update={"instance": protocol.instance.rehearsal()})
+        bare: Observation | None = None
+        with suppress(Exception):  # the user's model may raise anything, and raises it again with every defence
+            bare = observe(setup, brief, Part(name="none"), x, y, torch.Generator().manual_seed(0))
         for place, defense in enumerate(setup.spec.defenses):
             try:
-                observation = observe(setup, brief, defense, x, y, torch.Generator().manual_seed(0))
+                known = bare if defense.instance is None else None
+                observation = known or observe(setup, brief, defense, x, y, torch.Generator().manual_seed(0))
+                sent = observation.messages[0].update
+                if bare is not None and (scale := _scale(bare.messages[0].update, sent)) is not None:
+                    scales[Scenario(protocol.identity(), defense.identity())] = scale
                 wrong = setup.spec.task.instance.problems_of(targets, len(targets), observation.output_shape)
-                problems += [f"data: {line}" for line in wrong]
+                told = [f"data: {line}" for line in wrong]
             except Exception as error:  # noqa: BLE001 - the user's model may raise anything; all of it is told
                 message = "; ".join(lines(str(error))) or "no message"
-                kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-                problems.append(f"protocols[{number}] with defenses[{place}]: {kind}{message}")
-    if problems:
-        raise SpecError(list(dict.fromkeys(problems)))
+                told = [message if isinstance(error, ValueError) else f"{type(error).__name__}: {message}"]
+            for line in told:
+                found.setdefault(line, []).append(f"protocols[{number}] with defenses[{place}]")
+    if found:
+        # What fails everywhere is told once: it is no matter of protocol or defence.
+        every = len(setup.spec.protocols) * len(setup.spec.defenses)
+        raise SpecError([line if len(at) == every > 1 else _placed(line, at) for line, at in found.items()])
+    return scales
+
+
+def _scale(bare: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> Scale | None:
+    """Compare what is sent with the bare update; None where the defence has another model sent."""
+    if {name: value.shape for name, value in bare.items()} != {name: value.shape for name, value in sent.items()}:
+        return None
+    update, message = (
+        torch.cat([one[name].detach().cpu().double().flatten() for name in bare]) for one in (bare, sent)
+    )
+    lengths = float(update.norm()) * float(message.norm())
+    return Scale(
+        update=float(update.norm()),
+        change=float((message - update).norm()),
+        sent=float(message.norm()),
+        cosine=float(update @ message) / lengths if lengths > 0 else math.nan,
+        entries=len(update),
+    )
+
+
+def _placed(line: str, places: list[str]) -> str:
+    return line if line.startswith("data: ") else f"{', '.join(places)}: {line}"
 
 
 def observe(setup: Setup, protocol: Part, defense: Part, x: Tensor, y: Tensor, generator: torch.Generator) -> Any:

@@ -194,7 +194,17 @@ class AuditSpec(Strict):
         "with what is left; default: all are run",
         None,
     )
+    stop_on_leak: bool | None = key(
+        "stop the rest of a scenario as soon as it exceeds the policy beyond doubt; default: unless there is a section "
+        "`utility` or more than one seed, which compare whole scenarios",
+        None,
+    )
     _file: SpecFile | None = PrivateAttr(None)
+
+    @property
+    def stops_on_leak(self) -> bool:
+        """Return whether a leak ends its scenario: unless asked, not where scenarios or seeds are compared."""
+        return self.utility is None and len(self.seeds) == 1 if self.stop_on_leak is None else self.stop_on_leak
 
     @property
     def file(self) -> SpecFile | None:

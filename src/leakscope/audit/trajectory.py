@@ -83,7 +83,7 @@ class _Client:
     """Compute loss and gradient of the client's whole data at any weights; random models draw the same each time."""
 
     def __init__(self, subject: Subject, protocol: FedAvg) -> None:
-        self._model = client_copy(subject.observation.model, protocol.batchnorm)
+        self._model = client_copy(subject.observation.model, protocol.batchnorm, protocol.dropout)
         self._trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         self._x, self._y, self._task = subject.x.detach(), subject.y, subject.task
 

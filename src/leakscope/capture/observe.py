@@ -21,12 +21,17 @@ from leakscope.contracts.inputs import Box, ValueRange
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.made import Made
 from leakscope.contracts.observation import BatchNormMode, LocalTraining, Message, Observation, UpdateKind
-from leakscope.contracts.protocol import BATCHNORM
+from leakscope.contracts.protocol import BATCHNORM, draws_units
 from leakscope.contracts.task import Classification, Reduction, Task
 
 SignChoice = Literal["check", "flip", "trust"]
 #: Weights after training; an update, "weight_delta" = before minus after; or "difference" = after minus before.
 CapturedKind = Literal["weights", "gradient", "weight_delta", "difference"]
+
+DROPOUT = (
+    "the model has dropout, and clients usually train with it on; attacks simulate the network without it, so that a "
+    "failed attack is no sign of safety"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +146,8 @@ def _observe(
     if facts.channel is not None:  # a defence alters buffers as it alters weights, and then they tell no batch
         movement = replace(movement, statistics=None, note="")
     notes += [movement.note] if movement.note else []
+    example = torch.ones((1, *facts.input_shape)).to(next(model.parameters()))
+    notes += [DROPOUT] if draws_units(model, example) else []
     if movement.steps is not None and facts.told_steps not in (None, movement.steps):
         notes.append(f"the BatchNorm layers counted {movement.steps} steps, the recipe says {facts.told_steps}")
     by = facts.made_by or "leakscope.capture"

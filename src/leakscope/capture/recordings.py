@@ -8,6 +8,7 @@ only to measure. Files and folders are their owner's only.
 
 import dataclasses
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,9 +88,21 @@ class Recording:
         return tensors["x"], tensors["y"]
 
 
+#: Folders of which this process has said that it records there.
+_TOLD: set[Path] = set()
+
+
+def _tell(folder: Path) -> None:
+    if (place := folder.resolve()) not in _TOLD:
+        _TOLD.add(place)
+        then = f"when the run is over: leakscope report {folder} --model package.module:factory"
+        print(f"leakscope records updates in {folder}; {then}", file=sys.stderr)
+
+
 def save_recording(folder: Path, observation: Observation, origin: Origin, truth: Truth | None = None) -> Recording:
     """Write a recording; the origin comes last, so that what has one is whole."""
     private_folder(folder)
+    _tell(folder)
     path = tensor_file(folder / origin.name)
     observation.save(path)
     if truth is not None:

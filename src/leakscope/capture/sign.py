@@ -48,7 +48,7 @@ class SignCheck:
 
 @dataclass(frozen=True, eq=False)
 class LogitLayer:
-    """Hold the linear layer whose outputs are the model's, and the features it reads of random inputs."""
+    """Hold the linear layer whose outputs are the logits, and the features it reads of random inputs."""
 
     weight_name: str
     bias_name: str | None
@@ -70,14 +70,16 @@ class LogitLayer:
 
 
 def logit_layer(model: nn.Module, input_shape: tuple[int, ...], num_classes: int) -> LogitLayer | None:
-    """Find the layer that gives the logits by derivatives: output k depends on its row k alone; None without one.
+    """Find the layer that gives the logits by derivatives: outputs 0 and 1 differ by its rows 0 and 1 alone.
+
+    So they do behind a log_softmax, too, whose cross-entropy is that of the logits. None without such a layer.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 3))
     >>> layer = logit_layer(net, (1, 2, 2), 3)
     >>> layer.weight_name, layer.direction is not None
     ('3.weight', True)
-    >>> logit_layer(nn.Sequential(*net, nn.Softmax(1)), (1, 2, 2), 3) is None
-    True
+    >>> [logit_layer(nn.Sequential(*net, tail), (1, 2, 2), 3) is None for tail in (nn.LogSoftmax(1), nn.Softmax(1))]
+    [False, True]
     """
     twin = copy.deepcopy(model).eval().requires_grad_(True)
     weights = {name: value for name, value in twin.named_parameters() if value.shape[:1] == (num_classes,)}
@@ -109,17 +111,19 @@ def logit_layer(model: nn.Module, input_shape: tuple[int, ...], num_classes: int
 def _features(outputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     rows = []
     wanted = [weight] if bias is None else [weight, bias]
+    gaps = outputs[:, 0] - outputs[:, 1]
     for example in range(len(outputs)):
-        slope, *of_bias = torch.autograd.grad(outputs[example, 0], wanted, retain_graph=True, allow_unused=True)
-        if slope is None or bool(slope[1:].any()):
+        slope, *of_bias = torch.autograd.grad(gaps[example], wanted, retain_graph=True, allow_unused=True)
+        if slope is None or bool(slope[2:].any()) or bool((slope[0] + slope[1]).any()):
             return None
-        if any(unit is None or float(unit[0]) != 1.0 or bool(unit[1:].any()) for unit in of_bias):
+        if any(unit is None or unit[:2].tolist() != [1.0, -1.0] or bool(unit[2:].any()) for unit in of_bias):
             return None
         rows.append(slope[0])
     features = torch.stack(rows).detach()
-    last = outputs[:, 0].detach() - features @ weight[0].detach() - (0.0 if bias is None else bias[0].detach())
+    shift = 0.0 if bias is None else (bias[0] - bias[1]).detach()
+    left = gaps.detach() - features @ (weight[0] - weight[1]).detach() - shift
     scale = outputs.detach().abs().max().clamp_min(1e-12)
-    return features if float(last.abs().max() / scale) < 1e-3 else None
+    return features if float(left.abs().max() / scale) < 1e-3 else None
 
 
 def check_sign(

@@ -269,13 +269,14 @@ def _attacked(observed: Any, attack: str, truth: Path | None, new: bool, setting
 
 def _tell(result: Any, out: Path) -> None:
     from leakscope.cli.console import make_console, say_path, write
-    from leakscope.report.captured import confidence_words
+    from leakscope.report.captured import confidence_words, diagnosis_words
     from leakscope.report.sentences import shared_words
     from leakscope.results.records import counted
 
     console, recovered = make_console(), result.reconstruction
     shared = shared_words(recovered.certificates, result.psnr_of_inputs)
-    write("assessed", console, result=result, shared=shared, confidence=confidence_words(result))
+    said = {"confidence": confidence_words(result), "diagnosis": diagnosis_words(result)}
+    write("assessed", console, result=result, shared=shared, **said)
     time = f"{recovered.info['seconds']:.1f} s"
     say_path(console, f"Returned {counted(len(recovered.inputs), 'input')} in {time}:", out)
     say_path(console, "Page:", out / PAGE)
@@ -328,6 +329,7 @@ def _write(result: Any, facts: dict[str, Any], out: Path, title: str, pictures: 
         "info": dict(recovered.info),
         "left_unexplained": result.unexplained,
         "baselines": [{"name": BASELINES[one.name], "left_unexplained": one.unexplained} for one in result.baselines],
+        "outcome": result.outcome,
         "confidence": confidence_words(result),
         "made": None if made is None else made.facts(),
         "measures": None if result.evaluation is None else list(result.evaluation.rows),

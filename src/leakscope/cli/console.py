@@ -1,6 +1,7 @@
 """What the command line prints for people: tables that fit the width, and the verdict with its reasons."""
 
 import os
+import shlex
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -15,6 +16,8 @@ from rich.text import Text
 
 #: Between two columns of a table.
 _GAP = 2
+#: Columns by which what belongs to a heading is indented.
+_INDENT = 2
 #: Reasons that are printed unless every one is asked for.
 MAX_REASONS = 8
 
@@ -33,6 +36,29 @@ def say(console: Console, text: str, indent: int = 0, style: str = "") -> None:
 def say_path(console: Console, what: str, path: Path | str) -> None:
     """A path in one piece, so that it can be copied."""
     console.print(f"{what} {path}", soft_wrap=True)
+
+
+def command_lines(command: str, width: int) -> list[str]:
+    """Break a command between its words, so that it can be copied into a shell; words are never cut.
+
+    >>> command_lines("leakscope audit spec.yaml --attack standard --out 'my run'", 30)
+    ['leakscope audit spec.yaml \\\\', '  --attack standard \\\\', "  --out 'my run'"]
+    """
+    pairs: list[list[str]] = []
+    for word in map(shlex.quote, shlex.split(command)):
+        if pairs and not word.startswith("--") and pairs[-1][0].startswith("--") and len(pairs[-1]) == 1:
+            pairs[-1].append(word)  # the value of an option stays beside it
+        else:
+            pairs.append([word])
+    lines: list[str] = []
+    for pair in pairs:
+        whole = " ".join(pair)
+        for piece in [whole] if cell_len(whole) + 4 <= width else pair:
+            if lines and cell_len(f"{lines[-1]} {piece} \\") <= width:
+                lines[-1] += f" {piece}"
+            else:
+                lines.append(f"  {piece}" if lines else piece)
+    return [*(f"{line} \\" for line in lines[:-1]), *lines[-1:]]
 
 
 def fitted(cells: Sequence[Sequence[str]], width: int) -> list[int] | None:
@@ -147,24 +173,33 @@ def print_comparison(
     names = {
         "names": setting_names(lines),
         "protocols": short_names(line.protocol for line in lines),
-        "defenses": short_names(line.defense for line in lines),
+        "defenses": short_names(name for line in lines for name in (line.defense, line.defense_b)),
     }
     write("comparison", console, outcomes=outcomes, lines=lines, differences=differences, **names)
 
 
 def setting_names(lines: Iterable[Any]) -> dict[Any, str]:
     """A short name for each setting of a comparison, in order."""
-    cells = dict.fromkeys((line.protocol, line.defense) for line in lines)
+    cells = dict.fromkeys(line.place for line in lines)
     return {cell: f"S{number}" for number, cell in enumerate(cells, start=1)}
 
 
-def print_verdict(result: Any, page: Path, console: Console, *, quiet: bool = False, verbose: bool = False) -> None:
-    """What was audited, the settings, what gave no result, and the verdict: why, and what to do."""
-    from leakscope.report.sentences import by_remedy, shared_fates, shared_remarks, strongest_words
+def print_verdict(
+    result: Any,
+    page: Path,
+    console: Console,
+    command: str | None = None,
+    *,
+    quiet: bool = False,
+    verbose: bool = False,
+) -> None:
+    """What was audited, the settings, what gave no result, and the verdict: why, what to do, and by which command."""
+    from leakscope.report.audited import audited_lines
+    from leakscope.report.sentences import advice_text, by_remedy, shared_fates, shared_remarks, strongest_words
 
     verdict = result.verdict
     if not quiet:
-        audited = [line for line in result.store.meta("audited") or [] if isinstance(line, dict) and line.get("text")]
+        audited = audited_lines(result.store, result.rows, verdict)
         told = {"settings": verdict.settings, "remarks": shared_remarks(verdict), "proved": strongest_words}
         write("settings", console, audited=audited, **told)
         if result.study is not None:
@@ -184,6 +219,12 @@ def print_verdict(result: Any, page: Path, console: Console, *, quiet: bool = Fa
             groups[remedy] = reasons[:left]
             left -= len(groups[remedy])
         write("reasons", console, groups=groups, left=count - sum(map(len, groups.values())))
+        if verdict.advice is not None and verdict.advice.kind == "undecidable":
+            say(console, advice_text(verdict), style="bold")
+        if command is not None:
+            console.print("Next:")
+            for line in command_lines(command, console.width - _INDENT):
+                console.print(" " * _INDENT + line, soft_wrap=True)
     say_path(console, "Report: ", page)
 
 

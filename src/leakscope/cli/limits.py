@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from leakscope.cli.audit import checked_spec, quick_command
 from leakscope.cli.output import ALLOW_CODE, Output, parse_shape, takes
 from leakscope.contracts.errors import UserError
 
@@ -233,7 +234,7 @@ def _inspected(model: str | None, weights: Path | None, shape: str | None, class
     return inspect_model(net)
 
 
-@takes(Output, "as_json", "as_csv")
+@takes(Output, "as_json", "as_csv", "no_progress")
 def plan(
     spec: Annotated[Path | None, typer.Argument(help="YAML spec of an audit; without it the default audit.")] = None,
     workers: Annotated[
@@ -251,20 +252,30 @@ def plan(
 
     Some steps of each attack are timed on the first client; nothing is written.
     """
-    from leakscope.audit.estimate import size_audit
-    from leakscope.audit.spec import DEFAULT_SPEC, load_spec
+    from leakscope.audit.estimate import is_long, size_audit
+    from leakscope.audit.executors.processes import default_workers
+    from leakscope.audit.sections import span
+    from leakscope.cli.console import make_console, say, write
+    from leakscope.cli.progress import named_progress
 
-    checked = load_spec(DEFAULT_SPEC if spec is None else spec, allow_code=allow_code)
-    sizing = size_audit(checked, workers=workers, clients=clients, seconds=seconds)
+    checked = checked_spec(spec, {}, allow_code=allow_code)
+    serial = checked.executor.name == "serial"
+    here = 1 if serial else checked.workers or default_workers(checked.threads)
+    if output.progress:
+        say(make_console(stderr=True), f"Timing some steps of each attack, for about {seconds:.0f} s at most.")
+    with named_progress(show=output.progress) as progress:
+        sizing = size_audit(checked, workers=workers, clients=clients, seconds=seconds, progress=progress)
+    if is_long(sizing.hours(here) * 3600, checked.budget):
+        than = "" if checked.budget is None else f"That is longer than the budget of {span(checked.budget)}. "
+        quick = quick_command(["audit", *([] if spec is None else [str(spec)])])
+        sizing = dataclasses.replace(sizing, notes=(*sizing.notes, f"{than}For a first answer in minutes: {quick}"))
     if output.for_machines:
         from leakscope.report.export import document
 
         content = document("plan", _document(sizing))
         output.write(lambda: content, lambda: content["cells"])
     else:
-        from leakscope.cli.console import make_console, write
-
-        spans = {count: _span(sizing.hours(count)) for count in (1, sizing.workers or 1)}
+        spans = {count: _span(sizing.hours(count)) for count in dict.fromkeys((here, workers or here))}
         write("plan", make_console(), sizing=sizing, confidence=_confidence(sizing), spans=spans)
 
 
@@ -288,9 +299,9 @@ def _confidence(sizing: Sizing) -> str:
         return "Nothing could be timed."
     words = {
         "whole": "from whole jobs",
-        "steps": "from some steps of a job, without what follows the last one and without compilation",
+        "steps": "from some steps of a job, without compilation",
         "alike": "taken over from a job of the same attack in another setting",
-        "at least": "a lower bound, as no step ended in time",
+        "at least": "a lower bound, as a trial was stopped before its end",
     }
     told = [f"{by[name] / total:.0%} {text}" for name, text in words.items() if by[name] >= 0.005 * total]
     return f"Of the core-hours {', '.join(told)}."

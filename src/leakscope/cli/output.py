@@ -153,6 +153,16 @@ def parse_part(text: str) -> Any:
     return {match["name"]: options}
 
 
+def parse_defense(text: str) -> Any:
+    """A defence as a spec says it; several with + between them are a list, which is a chain.
+
+    >>> parse_defense("gradient-clipping:norm=0.5+gradient-noise:sigma=1e+2")
+    [{'gradient-clipping': {'norm': 0.5}}, {'gradient-noise': {'sigma': 100.0}}]
+    """
+    parts = [parse_part(part) for part in re.split(r"\+(?=[A-Za-z_])", text)]
+    return parts[0] if len(parts) == 1 else parts
+
+
 def parse_parts(texts: list[str] | None) -> list[Any] | None:
     return [parse_part(text) for text in texts] if texts else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import time
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,12 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from leakscope.cli.output import Output, SarifFile, relative, takes, write_sarif
+from leakscope.cli.recorded import Recorded, is_recorded, report_recorded
+from leakscope.contracts.disk import atomic_write
+from leakscope.contracts.errors import UserError
 
 if TYPE_CHECKING:
     from leakscope.contracts.registry import Registry
     from leakscope.contracts.settings import Setting
 
 
+#: Where the table of attacks by defences goes, beside the page.
+LATEX = Path("attacks.tex")
 Scale = StrEnum("Scale", "smoke small paper")
 
 
@@ -24,6 +30,10 @@ Scale = StrEnum("Scale", "smoke small paper")
 def reproduce(
     table: Annotated[str, typer.Argument(help="PAPER/TABLE (leakscope list papers).")],
     scale: Annotated[Scale, typer.Option(help="How much to run.")] = Scale.smoke,
+    row: Annotated[str, typer.Option(help="Run only rows with this text in their setting or measure.")] = "",
+    n: Annotated[
+        int | None, typer.Option("--n", min=1, help="Examples for each row; default: as many as the scale has.")
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder of the page; default leakscope-reproduce/PAPER-TABLE if it has pictures or curves."),
@@ -38,14 +48,24 @@ def reproduce(
 
     Published and measured numbers are put side by side.
     """
-    from leakscope.cli.console import make_console, print_reproduction
+    from leakscope.cli.console import make_console, print_reproduction, say
     from leakscope.cli.progress import step_progress
     from leakscope.papers import reproduce as run
     from leakscope.report.captured import write_reproduction
     from leakscope.report.export import document
+    from leakscope.report.words import duration
+
+    console = make_console(stderr=True)
+    started = time.monotonic()
+
+    def told(done: int, total: int, value: float) -> None:
+        if done == 1 and total > 1 and output.progress:
+            spent = (time.monotonic() - started) * total
+            say(console, f"Estimated time: about {duration(spent)} for {total} trials at scale {scale.value}.")
+        progress(done, total, value)
 
     with step_progress(table, show=output.progress) as progress:
-        result = run(table, scale=scale.value, progress=progress)
+        result = run(table, scale=scale.value, progress=told, row=row, count=n)
     page = None
     if out is not None or result.pictures or result.curves:
         folder = out or Path("leakscope-reproduce") / table.replace("/", "-")
@@ -63,25 +83,49 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
 
 
 @takes(Output, "as_json", "as_csv")
+@takes(Recorded)
 def report(
-    directory: Annotated[Path, typer.Argument(help="Folder of an audit.")],
+    directory: Annotated[Path, typer.Argument(help="Folder of an audit, or of recorded updates.")],
     to: Annotated[Path | None, typer.Option(help="Where to write; default DIR/report.html.")] = None,
     pictures: Annotated[
         bool | None, typer.Option("--pictures/--no-pictures", help="Show the pictures the audit kept.")
     ] = None,
+    latex: Annotated[
+        bool, typer.Option("--latex", help="Also write attacks by defences, with the spread over seeds: .tex and .csv.")
+    ] = False,
     sarif: SarifFile = None,
     *,
+    recorded: Recorded,
     output: Output,
 ) -> None:
-    """Write the report of an audit again, finished or not."""
+    """Write the report of an audit again, finished or not.
+
+    Of recorded updates (Flower, Opacus) it attacks them first, and says a verdict in the words of an audit.
+    """
+    if is_recorded(directory):
+        if output.for_machines or latex or sarif is not None:
+            options = "--json, --csv, --latex and --sarif"
+            raise UserError(f"{options}: expected with the folder of an audit, got recorded updates")
+        report_recorded(directory, to, bool(pictures), recorded)
+        return
+    if typed := recorded.typed():
+        raise UserError(f"{', '.join(typed)}: expected with recorded updates only, and {directory} has none")
     from leakscope.cli.console import make_console, say_path
+    from leakscope.report.attack_table import attack_table
     from leakscope.report.export import audit_document, audit_table
     from leakscope.report.page import write_report
     from leakscope.results.store import Store
     from leakscope.results.verdict import judge_store
 
     page = write_report(directory, to, pictures=pictures)
-    say_path(make_console(stderr=output.for_machines), "Report:", page)
+    console = make_console(stderr=output.for_machines)
+    say_path(console, "Report:", page)
+    if latex:
+        with Store.open(directory) as store:
+            table = attack_table(store.rows())
+        for name, text in ((LATEX, table.to_latex()), (LATEX.with_suffix(".csv"), table.to_csv())):
+            atomic_write(page.parent / name, text.encode())
+            say_path(console, "Table:", page.parent / name)
     if output.for_machines or sarif is not None:
         files = {"folder": relative(directory), "report": relative(page)}
         with Store.open(directory) as store:
@@ -118,7 +162,7 @@ def compare(
     content = {
         "first": {"folder": relative(first), "outcome": outcomes[0]},
         "second": {"folder": relative(second), "outcome": outcomes[1]},
-        "lines": [{"setting": names[line.protocol, line.defense], **_comparison(line)} for line in lines],
+        "lines": [{"setting": names[line.place], **_comparison(line)} for line in lines],
         "differences": [dataclasses.asdict(difference) for difference in differences],
         "files": {} if to is None else {"page": relative(to)},
     }
@@ -132,6 +176,7 @@ def _comparison(line: Any) -> dict[str, Any]:
         numbers |= {f"psnr_{side}": psnr, f"low_{side}": low, f"high_{side}": high}
         numbers |= {f"examples_{side}": examples, f"certified_{side}": certified}
     same = {name: getattr(line, name) for name in ("protocol", "defense", "attack")}
+    same["defense_second"] = line.defense_b
     return {**same, **numbers, "difference": line.difference, "overlap": line.overlap}
 
 

@@ -11,14 +11,19 @@ from leakscope.cli.console import make_console, say
 
 
 @contextmanager
-def audit_progress(*, show: bool = True, verbose: bool = False, quiet: bool = False) -> Iterator[Tell]:
-    """Yield a callback for the audit's events; ``show`` False leaves only what is worth a line by itself."""
+def audit_progress(
+    *, show: bool = True, verbose: bool = False, quiet: bool = False, quick: str | None = None
+) -> Iterator[Tell]:
+    """Yield a callback for the audit's events; ``show`` False leaves only what is worth a line by itself.
+
+    ``quick`` is the command for a first answer.
+    """
     console = make_console(stderr=True)
     if quiet:
         yield lambda event: None
         return
     bars = show and console.is_interactive
-    with shown(console, "bars" if bars else "lines" if show else "remarks", verbose=verbose) as tell:
+    with shown(console, "bars" if bars else "lines" if show else "remarks", verbose=verbose, quick=quick) as tell:
         yield tell
 
 

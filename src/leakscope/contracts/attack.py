@@ -116,7 +116,8 @@ class Attack(Described, ABC):
             "threads": torch.get_num_threads(),
         }
         channel = observation.channel
-        if channel is not None and (channel.inexact or channel.mixed > 1) and not result.defence_undone:
+        stand_in = observation.dropout == "train" or (channel is not None and (channel.inexact or channel.mixed > 1))
+        if stand_in and not result.defence_undone:
             result = dataclasses.replace(result, flags=tuple(dict.fromkeys((*result.flags, "defence approximated"))))
         if (shape := tuple(result.inputs.shape[1:])) != (expected := observation.input_shape):
             raise RuntimeError(f"{type(self).__name__} returned inputs of shape {shape}, expected {expected}")

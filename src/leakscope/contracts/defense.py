@@ -7,6 +7,7 @@ At each hook the parts of a :class:`Chain` act in the order of the list, but the
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,12 @@ class Defense(Described):
     ``protect_copy`` for the client's own copy of it. At each local step: ``protect_batch`` on the batch,
     ``protect_example_gradients`` and ``protect_gradient``. Last and once: ``protect_message``.
     """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        own = [name for name in (*HOOKS, "for_model") if getattr(type(self), name) is not getattr(Defense, name)]
+        if type(self) is not Defense and not own:
+            raise UserError(_without_hooks(type(self)))
 
     def for_model(self, model: nn.Module, input_shape: tuple[int, ...], output_shape: tuple[int, ...]) -> Defense:
         """Fill in what depends on the model; ValueError where the defence does not apply to it."""
@@ -99,6 +106,15 @@ HOOKS = (
 )
 #: Hooks behind which everything is computed from what already has its noise.
 _AFTERWARDS = {"protect_gradient", "protect_message"}
+
+
+def _without_hooks(cls: type) -> str:
+    """Say that a class overrides no hook, which ones there are, and which one was perhaps meant."""
+    names = [name for name in vars(cls) if not name.startswith("_") and callable(vars(cls)[name])]
+    near = {name: difflib.get_close_matches(name, HOOKS, n=1) for name in names if not hasattr(Defense, name)}
+    hint = "".join(f" {name} is none of them; did you mean {hooks[0]}?" for name, hooks in near.items() if hooks)
+    wanted = ", ".join(HOOKS)
+    return f"{cls.__name__}: expected a defence that overrides at least one of {wanted}; it overrides none.{hint}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,13 +23,13 @@ from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import space_from_facts
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.made import Made
-from leakscope.contracts.observation import BatchNormMode, LocalTraining, Message, Observation, UpdateKind
+from leakscope.contracts.observation import BatchNormMode, DropoutMode, LocalTraining, Message, Observation, UpdateKind
 from leakscope.contracts.task import TASKS, CustomLoss, Reduction, Task
 
 #: 2: input spaces and tasks (0.5); 3: how the observation was made.
 FORMAT_VERSION = 3
 #: Fields of an observation that JSON holds as they are.
-_PLAIN = ("model_name", "num_classes", "num_examples", "reduction", "batchnorm")
+_PLAIN = ("model_name", "num_classes", "num_examples", "reduction", "batchnorm", "dropout")
 Sizes = Annotated[list[PositiveInt], Field(min_length=1, max_length=MAX_AXES)]
 
 
@@ -63,6 +63,7 @@ class Facts(_Facts):
     batchnorm: BatchNormMode
     model_name: str | None
     made: Made | None
+    dropout: DropoutMode = "eval"  # versions up to 0.13 did not say
     randomness: Literal["system", "seeded"] | None = None  # versions up to 0.5 did not say
 
 

@@ -97,3 +97,22 @@ Knowledge.full = Knowledge(labels="yes", **{s.name: True for s in settings_of(Kn
 KNOWLEDGE_PRESETS: Mapping[str, Knowledge] = MappingProxyType(
     {name: value for name, value in vars(Knowledge).items() if isinstance(value, Knowledge)}
 )
+
+
+def nearest_preset(wanted: Knowledge) -> tuple[str, dict[str, bool]]:
+    """Return the preset that differs from ``wanted`` in the fewest facts, and those facts; labels are apart.
+
+    >>> nearest_preset(dataclasses.replace(Knowledge.honest_server, defense=True, labels="yes"))
+    ('adaptive_server', {})
+    >>> nearest_preset(dataclasses.replace(Knowledge.honest_server, batch_order=True))
+    ('honest_server', {'batch_order': True})
+    """
+    changes = {
+        name: {
+            one.name: bool(getattr(wanted, one.name))
+            for one in settings_of(Knowledge)
+            if one.name != "labels" and getattr(preset, one.name) != getattr(wanted, one.name)
+        }
+        for name, preset in KNOWLEDGE_PRESETS.items()
+    }
+    return min(changes.items(), key=lambda entry: len(entry[1]))

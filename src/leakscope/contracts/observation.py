@@ -31,6 +31,8 @@ UpdateKind = Literal["gradient", "weight_delta"]
 #: Where a client's draws came from. Never the seed itself: an attack must not compute the noise from it.
 Randomness = Literal["system", "seeded"]
 BatchNormMode = Literal["eval", "train"]
+#: "train": the client dropped units at random, and the model here is the mean of its networks.
+DropoutMode = Literal["eval", "train"]
 #: Bytes of updates that an observation of many messages holds in memory.
 IN_MEMORY = 2**28
 
@@ -150,6 +152,7 @@ class Observation:
     auxiliary: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     reduction: Reduction = "mean"
     batchnorm: BatchNormMode = "eval"
+    dropout: DropoutMode = "eval"
     output_shape: tuple[int, ...] = ()
     model_name: str | None = None
     randomness: Randomness | None = None

@@ -20,7 +20,14 @@ from leakscope.contracts.defense import Defense, Gradient, as_defense
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import Box, InputSpace, ValueRange
 from leakscope.contracts.knowledge import Knowledge
-from leakscope.contracts.observation import BatchNormMode, LocalTraining, Message, Observation, UpdateKind
+from leakscope.contracts.observation import (
+    BatchNormMode,
+    DropoutMode,
+    LocalTraining,
+    Message,
+    Observation,
+    UpdateKind,
+)
 from leakscope.contracts.settings import Described, setting
 from leakscope.contracts.task import Classification, Reduction, Task, outputs_of
 
@@ -66,6 +73,7 @@ class Protocol(Described, ABC):
     default_knowledge: ClassVar[Knowledge] = Knowledge.honest_server
 
     batchnorm: BatchNormMode = setting("eval", "Whether BatchNorm uses its running statistics or those of the batch.")
+    dropout: DropoutMode = setting("eval", "Whether the client's dropout is off, or drops units as in training.")
 
     def __post_init__(self) -> None:
         if getattr(self, "kind", None) not in get_args(UpdateKind):
@@ -90,7 +98,7 @@ class Protocol(Described, ABC):
     ) -> Observation:
         """Return what an adversary with this ``knowledge`` sees after a client trained a copy of ``model`` on (x, y).
 
-        Dropout is off; BatchNorm follows the ``batchnorm`` setting. ``inputs`` is the space of valid inputs, or
+        Dropout and BatchNorm are in the modes that the settings say. ``inputs`` is the space of valid inputs, or
         ``value_range`` the bounds of a box; without them [0, 1] is taken where the data fits, and otherwise the
         adversary has no bounds. ``task`` is what the client minimises, classification unless told. A list of defences
         is a chain. ``auxiliary`` are inputs and targets of examples of the same kind that are not the client's.
@@ -119,6 +127,7 @@ class Protocol(Described, ABC):
             auxiliary=auxiliary if knowledge.auxiliary_data else None,
             reduction=self.reduction,
             batchnorm=self.batchnorm,
+            dropout="train" if self.dropout == "train" and draws_units(model, x) else "eval",
             model_name=model_name,
             randomness="system" if generator is None else "seeded",
         )
@@ -142,7 +151,8 @@ class Protocol(Described, ABC):
         defense = as_defense(defense).for_model(model, tuple(x.shape[1:]), outputs)
         shared = defense.protect_model(model, tuple(x.shape[1:]))
         # Copies: a model may change its input in place, and the caller's data is the truth of the comparison.
-        x, y, twin = x.detach().clone(), y.clone(), defense.protect_copy(client_copy(shared, self.batchnorm))
+        twin = defense.protect_copy(client_copy(shared, self.batchnorm, self.dropout))
+        x, y = x.detach().clone(), y.clone()
         return ClientSide(twin, x, y, task, defense, draws, shared), outputs
 
     def send(self, client: ClientSide) -> Gradient:
@@ -174,7 +184,7 @@ class Protocol(Described, ABC):
 
     def easiest(self) -> Self:
         """The case of this protocol from which most can be recovered; positive controls are run on it."""
-        return replace(self, batchnorm="eval")
+        return replace(self, batchnorm="eval", dropout="eval")
 
     def easiest_examples(self, examples: int) -> int:
         """Return how many of a client's examples positive controls take: one, unless that makes it another training."""
@@ -195,13 +205,33 @@ def default_knowledge(protocols: Sequence[Protocol]) -> Knowledge:
     return defaults.pop() if len(defaults) == 1 else Knowledge.honest_server
 
 
-def client_copy(model: nn.Module, batchnorm: BatchNormMode) -> nn.Module:
-    """Copy the model in the client's mode: dropout off, BatchNorm as told."""
-    client = copy.deepcopy(model).eval()
+def client_copy(model: nn.Module, batchnorm: BatchNormMode, dropout: DropoutMode = "eval") -> nn.Module:
+    """Copy the model in the client's mode; all that is not BatchNorm follows that of dropout."""
+    client = copy.deepcopy(model).train(dropout == "train")
     for module in client.modules():
         if isinstance(module, BATCHNORM):
             module.train(batchnorm == "train")
     return client
+
+
+def draws_units(model: nn.Module, x: Tensor) -> bool:
+    """Tell whether the model draws random numbers in training, as dropout does, whether it is a layer or a function.
+
+    False where it does not run on one such input in training: an error of its own says so where that matters.
+
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5))
+    >>> draws_units(net, torch.ones(1, 4)), draws_units(net[0], torch.ones(1, 4))
+    (True, False)
+    """
+    twin = client_copy(model, "eval", "train")
+    answers = []
+    try:
+        for seed in (0, 1):
+            with torch.no_grad(), own_randomness(seed):
+                answers.append(outputs_of(twin(x[:1].clone())))
+    except Exception:  # noqa: BLE001 - the user's model may raise anything
+        return False
+    return not torch.equal(*answers)
 
 
 def check_batch(

@@ -28,7 +28,8 @@ class Diagnosis:
     """Why a result is what it is, and the numbers behind it; None where a number was not computed.
 
     ``residual`` is the norm of what the result leaves unexplained, relative to the update. ``hidden`` counts the
-    directions that rounding of the update hides, or that the equations of a certificate leave free.
+    directions that rounding of the update hides, or that the equations of a certificate leave free. ``layer``: whose
+    gradient determines the batch by itself, down to what the layer ``lowest`` receives.
     """
 
     outcome: DiagnosisOutcome
@@ -38,6 +39,8 @@ class Diagnosis:
     hidden: int | None = None
     condition: float | None = None
     expected_rmse: float | None = None
+    layer: str | None = None
+    lowest: str | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,6 @@ import math
 import struct
 import warnings
 import zlib
-from itertools import chain, zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -22,23 +21,27 @@ from leakscope.data.files import AnyPath, check_room, checked_choice, checked_li
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"))
 MODES = ("RGB", "L")
+#: Pillow's modes of pictures without colours.
+GREY = frozenset(("1", "L", "LA", "I", "I;16", "F"))
 
 
 def load_folder(
     path: AnyPath | None = None,
     *,
     resize: int | tuple[int, int] | None = None,
-    mode: str = "RGB",
+    mode: str | None = None,
     limit: int | None = None,
     private: bool = True,
 ) -> Examples:
-    """Read PATH/<class>/<picture>; classes and files in alphabetical order, classes taking turns.
+    """Read PATH/<class>/<picture>; classes in alphabetical order, files in a random order that is always the same.
 
-    ``resize`` (a side, or height and width) scales the shorter side and crops the centre. ``mode`` "L" is grey.
+    ``resize`` (a side, or height and width) scales the shorter side and crops the centre. ``mode`` is "RGB", or "L",
+    which is grey; by default "L" where no picture has colours.
     """
     if path is None:
         raise UserError("data 'folder': expected path=... to a folder with one subfolder a class, got none")
-    checked_choice(mode, MODES, "folder: mode")
+    if mode is not None:
+        checked_choice(mode, MODES, "folder: mode")
     limit, size, root = checked_limit(limit, "folder"), _size(resize), Path(path)
     if not root.is_dir():
         raise UserError(f"data 'folder': {root}: no such folder")
@@ -51,8 +54,11 @@ def load_folder(
         got = f"no pictures in {', '.join(empty)}" if empty else "no subfolders"
         kinds = ", ".join(sorted(SUFFIXES))
         raise UserError(f"data 'folder': {root}: expected one subfolder a class with pictures ({kinds}), got {got}")
-    labelled = ([(file, label) for file in members] for label, members in enumerate(files))
-    chosen = [pair for pair in chain.from_iterable(zip_longest(*labelled)) if pair is not None][:limit]
+    labelled = [(file, label) for label, members in enumerate(files) for file in members]
+    # Classes that take turns would make the first batch the easiest one: of labels that never repeat.
+    order = torch.randperm(len(labelled), generator=torch.Generator().manual_seed(0)).tolist()
+    chosen = [labelled[place] for place in order][:limit]
+    mode = mode or ("L" if all(_is_grey(file) for file, _ in chosen) else "RGB")
     if size is not None:
         check_room(root, len(chosen) * math.prod(size) * len(mode))
     pixels: list[Tensor] = []
@@ -77,6 +83,14 @@ def _size(resize: object) -> tuple[int, int] | None:
     if len(sizes) != 2 or not all(map(is_whole, sizes)):
         raise UserError(f"folder: resize: expected a side or (height, width) in pixels, got {brief(resize)}")
     return int(sizes[0]), int(sizes[1])
+
+
+def _is_grey(file: Path) -> bool:
+    try:
+        with Image.open(file, formats=FORMATS) as opened:
+            return opened.mode in GREY
+    except (OSError, ValueError, SyntaxError, struct.error, Image.DecompressionBombError):
+        return False  # reading it will say what is wrong
 
 
 def read_picture(file: Path, mode: str, size: tuple[int, int] | None = None) -> Tensor:

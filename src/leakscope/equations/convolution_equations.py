@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leakscope.network.gates import WeightedLayer
+from leakscope.network.gates import WeightedLayer, padding_of
 
 #: Equations for each unknown below which a layer is not solved. What is not negative has half as many unknowns, so that
 #: they may be scarce; at 1.0 wrong masks are not found, and minutes pass before that is clear.
 LEAST_EQUATIONS = 1.1
+#: The same for a batch whose images may be found first: which values are zero is then nearly known, and seconds do.
+LEAST_FOR_BATCHES = 1.4
 
 
 def equations(modules: Sequence[Any]) -> int:
@@ -37,8 +39,7 @@ def equations(modules: Sequence[Any]) -> int:
 
 
 def _axes(module: Any) -> list[tuple[int, int, int]]:
-    padding = module.padding if not isinstance(module.padding, str) else [0, 0]
-    return list(zip(module.kernel_size, module.dilation, padding, strict=True))
+    return list(zip(module.kernel_size, module.dilation, padding_of(module)[0], strict=True))
 
 
 def gradient_rows(layer: WeightedLayer, signals: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -46,16 +47,26 @@ def gradient_rows(layer: WeightedLayer, signals: Tensor, shape: tuple[int, ...])
     module: Any = layer.module
     images, outputs, height, width = signals.shape
     rows, columns = module.kernel_size
+    above, beside = padding_of(module)[0]
     matrix = signals.new_zeros(outputs, rows, columns, images, *shape[1:])
     by_output = signals.transpose(0, 1)
     for row in range(rows):
         for column in range(columns):
-            y = torch.arange(height) * module.stride[0] + row * module.dilation[0] - module.padding[0]
-            x = torch.arange(width) * module.stride[1] + column * module.dilation[1] - module.padding[1]
+            y = torch.arange(height) * module.stride[0] + row * module.dilation[0] - above
+            x = torch.arange(width) * module.stride[1] + column * module.dilation[1] - beside
             down, across = (y >= 0) & (y < shape[1]), (x >= 0) & (x < shape[2])
             inside = by_output[:, :, down][:, :, :, across]
             matrix[:, row, column][:, :, y[down][:, None], x[across][None]] = inside
     return matrix.reshape(outputs * rows * columns, -1)
+
+
+def every_place_is_read(
+    layers: Sequence[WeightedLayer], outputs: Sequence[tuple[int, ...]], shape: tuple[int, ...]
+) -> bool:
+    """Return whether layers read all places of maps of ``shape``: strides may leave out the last rows and columns."""
+    ones = [torch.ones((1, 1, *size[1:])) for size in outputs]
+    counts = [gradient_rows(layer, one, shape).sum(0) for layer, one in zip(layers, ones, strict=True)]
+    return bool((torch.stack(counts).sum(0) > 0).all())
 
 
 def unseen_lattices(

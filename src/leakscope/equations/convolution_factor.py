@@ -4,8 +4,12 @@ A convolution of stride 1 has for each offset o of its kernel the gradient G_o =
 input, D (channels, places) the derivative at its output, and S_o the known shift by o, which is zero outside of the
 image. The shifts of one image generate all matrices, and only scalars commute with them: X and D are determined up to a
 mixing of the images, if X has as many independent rows as there are places in the batch. The input's column at a corner
-is a null vector of all shifts that leave the image; its neighbours follow by least squares. Inputs behind a ReLU are
-not negative and have exact zeros, which undoes the mixing. One factor an image remains, which the layer in front tells.
+is a null vector of all shifts that move it out of the outputs; its neighbours follow by least squares. Inputs behind a
+ReLU are not negative and have exact zeros, which undoes the mixing. One factor an image remains, which the layer in
+front tells.
+
+Without padding every output is seen through every offset. Where derivatives sum to zero, as in front of BatchNorm in
+train mode, G_o then hides one constant a channel: X has one visible row less, and zeros of the ReLU tell the constants.
 
 No loss, label, head or activation behind the layer enters. This was not found in the literature; docs/strength.md cites
 what is near to it.
@@ -14,6 +18,7 @@ what is near to it.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,17 +26,55 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from leakscope.contracts.errors import NotApplicable
+from leakscope.equations.image_separation import separate_images, separate_shifted_images
 
 #: Singular values below this share of the largest are rounding of a float32 gradient.
 ROUNDED = 1e-6
 #: What the equations of the shifts, and negative entries behind a ReLU, may leave of a gradient that was rounded only.
 CONSISTENT, NEGATIVE = 1e-3, 1e-3
-#: Entries below these shares of an image's largest count as its zeros, in turn, while the images are separated.
-ZEROS = (1e-2, 1e-2, 1e-3, 1e-3, 1e-4, 1e-5, 1e-5)
-#: Values within so many times the median of what is negative are zeros.
-BLURRED = 5.0
 
 Place = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """Which output a convolution of stride 1 gives for what it reads where: its ``kernel``, ``padding`` and sizes."""
+
+    kernel: Place
+    padding: Place
+    size: Place
+
+    @property
+    def outputs(self) -> Place:
+        rows, columns = (n + 2 * p - k + 1 for n, p, k in zip(self.size, self.padding, self.kernel, strict=True))
+        return rows, columns
+
+    @property
+    def tells_places(self) -> bool:
+        """Return whether shifts by the offsets tell all places of the inputs: without padding, or at a corner.
+
+        >>> [Geometry(kernel=(3, 3), padding=(p, p), size=(4, 4)).tells_places for p in range(3)]
+        [True, True, False]
+        >>> Geometry(kernel=(3, 3), padding=(0, 1), size=(4, 4)).tells_places
+        False
+        """
+        corner = all(0 < p < k - 1 for p, k in zip(self.padding, self.kernel, strict=True))
+        return min(self.kernel) > 1 and min(self.outputs) > 0 and (corner or not any(self.padding))
+
+    @property
+    def offsets(self) -> list[Place]:
+        return _grid(self.kernel)
+
+    def output(self, place: Place, offset: Place) -> Place | None:
+        """Return the output that reads a place at an offset of the kernel; None outside of the map.
+
+        >>> valid = Geometry(kernel=(3, 3), padding=(0, 0), size=(5, 5))
+        >>> valid.outputs, [offset for offset in valid.offsets if valid.output((0, 0), offset)]
+        ((3, 3), [(0, 0)])
+        """
+        row, column = (at - o + p for at, o, p in zip(place, offset, self.padding, strict=True))
+        inside = 0 <= row < self.outputs[0] and 0 <= column < self.outputs[1]
+        return (row, column) if inside else None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -62,14 +105,18 @@ class ConvolutionFactors:
 
 
 def factor_convolution(
-    gradient: Tensor, size: tuple[int, int], *, images: int | None = None, noise: float = 0.0
+    gradient: Tensor,
+    size: Place,
+    *,
+    padding: Place | None = None,
+    images: int | None = None,
+    noise: float = 0.0,
 ) -> ConvolutionFactors:
-    """Factor the ``gradient`` (outputs, inputs, rows, columns) of a kernel that reads maps of ``size``.
+    """Factor the ``gradient`` (outputs, inputs, rows, columns) of a kernel that reads maps of ``size`` with stride 1.
 
-    Its stride is 1, and its padding keeps the size: without padding the corner has no shift that leaves the image.
-
-    ``images``: how many there are, where that is known; the rank of the gradient tells it otherwise. ``noise``: the
-    standard deviation of the entries' errors, where they are larger than rounding to float32.
+    ``padding``: zeros on each side; None keeps the size. ``images``: how many there are, where that is known; the rank
+    of the gradient tells it otherwise. ``noise``: the standard deviation of the entries' errors, where they are larger
+    than rounding to float32.
     NotApplicable where the gradient does not have the rank that determines the factors.
 
     >>> draws = torch.Generator().manual_seed(0)
@@ -80,31 +127,57 @@ def factor_convolution(
     (2, True)
     """
     gradient = gradient.detach().double()
-    height, width = size
-    places = height * width
+    kernel = gradient.shape[2], gradient.shape[3]
+    geometry = Geometry(kernel=kernel, padding=padding or (kernel[0] // 2, kernel[1] // 2), size=size)
+    if not geometry.tells_places:
+        raise NotApplicable(f"a kernel {kernel} with padding {geometry.padding} does not tell the places of its inputs")
+    most = most_images(geometry, gradient.shape[1], len(gradient))
+    places = size[0] * size[1]
     stacked = gradient.permute(0, 2, 3, 1).flatten(0, 2)
     spectrum, loud = _spectrum(stacked, noise)
     least = max(ROUNDED * float(spectrum[0]), loud)
-    count = _images(spectrum, places, gradient.shape[1], images, least)
+    count, known = _images(spectrum, geometry, most, images, least)
     right = torch.linalg.svd(stacked, full_matrices=False)
     left = torch.linalg.svd(gradient.flatten(1), full_matrices=False)
     # BatchNorm in train mode takes one direction of each batch from the signals.
-    rank = min(count * places, _rank(left.S, least))
-    basis, rows = left.U[:, :rank], right.Vh[: count * places]
+    rank = min(count * geometry.outputs[0] * geometry.outputs[1], _rank(left.S, least))
+    basis, rows = left.U[:, :rank], right.Vh[:known]
     shifts = torch.einsum("cr,cdij,nd->ijrn", basis, gradient, rows)
-    columns, gap, consistency = _grow(shifts, size, count)
-    mixed = torch.linalg.solve(columns, rows).reshape(count, height, width, -1).permute(0, 3, 1, 2)
-    signals = _signals(shifts, columns, basis, size, count)
-    inputs, mixing = _separate(mixed, noisy=noise > 0)
+    columns, gap, consistency = (_grow if any(geometry.padding) else _interpolate)(shifts, geometry, count)
+    signals = torch.einsum("cr,rbhw->bchw", basis, _signals(shifts, columns, geometry))
+    mixed = torch.linalg.lstsq(columns.flatten(1), rows, driver="gelsd").solution
+    mixed = mixed.reshape(count, *size, -1).permute(0, 3, 1, 2)
+    if known < count * places:
+        constants = torch.linalg.svd(columns.flatten(1)).Vh[-1].reshape(count, places).mean(1)
+        inputs, mixing = separate_shifted_images(mixed, constants, noisy=noise > 0)
+    else:
+        inputs, mixing = separate_images(mixed, noisy=noise > 0)
     if int(torch.linalg.matrix_rank(mixing)) < count:
         raise NotApplicable("images are too much alike to be separated")
     # (D inverse(M)) (M X) = D X
     signals = torch.einsum("bchw,bk->kchw", signals, torch.linalg.inv(mixing))
     negative = float((-inputs.flatten(1).amin(1) / inputs.flatten(1).amax(1)).clamp_min(0).max())
-    blur = loud / float(right.S[count * places - 1])
+    blur = loud / float(right.S[known - 1])
     return ConvolutionFactors(
         inputs=inputs, signals=signals, gap=gap, consistency=consistency, negative=negative, blur=blur
     )
+
+
+def most_images(geometry: Geometry, inputs: int, outputs: int) -> int:
+    """Count the images whose factors a kernel between so many channels tells.
+
+    They have no more places than there are input channels, and the shifts that leave the outputs at a corner leave one
+    direction an image.
+
+    >>> same = Geometry(kernel=(3, 3), padding=(1, 1), size=(4, 4))
+    >>> most_images(same, 64, 12), most_images(same, 64, 11), most_images(same, 63, 12)
+    (4, 3, 3)
+    """
+    if not geometry.tells_places:
+        return 0
+    places = geometry.size[0] * geometry.size[1]
+    leaving = sum(geometry.output((0, 0), offset) is None for offset in geometry.offsets)
+    return min(inputs // places, leaving * outputs // max(places - 1, 1))
 
 
 def visible_rank(gradient: Tensor, noise: float) -> int:
@@ -124,46 +197,39 @@ def _rank(spectrum: Tensor, least: float) -> int:
     return int(((spectrum > least) & (spectrum > 0)).sum())
 
 
-def _images(spectrum: Tensor, places: int, channels: int, images: int | None, least: float) -> int:
-    rank = _rank(spectrum, least)
+def _images(spectrum: Tensor, geometry: Geometry, most: int, images: int | None, least: float) -> tuple[int, int]:
+    """Return the number of images, and of directions of their places that the gradient shows."""
+    rank, places = _rank(spectrum, least), geometry.size[0] * geometry.size[1]
     count = images or round(rank / places)
-    if not count or count * places > channels:
-        raise NotApplicable(f"{count or 1} images of {places} places do not fit into {channels} channels")
-    if rank < count * places:
+    known = count * places
+    if not 0 < count <= most:
+        raise NotApplicable(f"its kernel and channels tell the places of {most} images, not of {count or 1}")
+    if geometry.padding == (0, 0) and rank == known - 1:
+        known -= 1
+    if rank < known:
         raise NotApplicable(f"the inputs have rank {rank}, not one for each of {count} x {places} places")
-    if count * places < len(spectrum) and spectrum[count * places] > 30 * least:
+    if known < len(spectrum) and spectrum[known] > 30 * least:
         raise NotApplicable(f"the gradient has a higher rank than {count} images of {places} places give")
-    return count
+    return count, known
 
 
-def _readers(place: Place, kernel: tuple[int, ...], size: Place) -> list[tuple[Place, Place | None]]:
-    """List, for each offset of the kernel, the output that reads an input's place there; None outside of the map."""
-    found: list[tuple[Place, Place | None]] = []
-    for row in range(kernel[0]):
-        for column in range(kernel[1]):
-            output = place[0] - row + kernel[0] // 2, place[1] - column + kernel[1] // 2
-            inside = 0 <= output[0] < size[0] and 0 <= output[1] < size[1]
-            found.append(((row, column), output if inside else None))
-    return found
-
-
-def _grow(shifts: Tensor, size: Place, count: int) -> tuple[Tensor, float, float]:
-    """Find the inputs' columns (places of the batch, the same) from one corner on, diagonal by diagonal."""
-    kernel = tuple(shifts.shape[:2])
-    corner = _readers((0, 0), kernel, size)
-    null = torch.cat([shifts[offset] for offset, output in corner if output is None])
+def _grow(shifts: Tensor, geometry: Geometry, count: int) -> tuple[Tensor, float, float]:
+    """Find the inputs' columns (directions, images, places) from one corner on, diagonal by diagonal."""
+    height, width = geometry.size
+    null = torch.cat([shifts[offset] for offset in geometry.offsets if geometry.output((0, 0), offset) is None])
     spectrum = torch.linalg.svd(null)
     values = F.pad(spectrum.S, (0, null.shape[1] - len(spectrum.S)))
     gap = float(values[-count] / values[-count - 1].clamp_min(1e-300)) if count < len(values) else 0.0
     found = {(0, 0): spectrum.Vh[-count:].T}
     signals: dict[Place, list[Tensor]] = defaultdict(list)
     worst = 0.0
-    for diagonal in range(size[0] + size[1] - 1):
-        ring = [(row, diagonal - row) for row in range(size[0]) if 0 <= diagonal - row < size[1]]
+    for diagonal in range(height + width - 1):
+        ring = [(row, diagonal - row) for row in range(height) if 0 <= diagonal - row < width]
         for place in ring if diagonal else ():
+            outputs = {offset: geometry.output(place, offset) for offset in geometry.offsets}
             known = [
                 (shifts[offset], None if output is None else torch.stack(signals[output]).mean(0))
-                for offset, output in _readers(place, kernel, size)
+                for offset, output in outputs.items()
                 if output is None or output in signals
             ]
             matrix = torch.cat([shift for shift, _ in known])
@@ -172,78 +238,73 @@ def _grow(shifts: Tensor, size: Place, count: int) -> tuple[Tensor, float, float
             left = (matrix @ found[place] - wanted).norm() / wanted.norm().clamp_min(1e-300)
             worst = max(worst, float(left))
         for place in ring:
-            for offset, output in _readers(place, kernel, size):
-                if output is not None:
+            for offset in geometry.offsets:
+                if (output := geometry.output(place, offset)) is not None:
                     signals[output].append(shifts[offset] @ found[place])
-    columns = torch.stack([found[row, column] for row in range(size[0]) for column in range(size[1])], 2)
-    return columns.reshape(count * size[0] * size[1], -1), gap, worst
+    return torch.stack([found[place] for place in _grid(geometry.size)], 2), gap, worst
 
 
-def _signals(shifts: Tensor, columns: Tensor, basis: Tensor, size: Place, count: int) -> Tensor:
-    """Return the signals (images, channels, rows, columns): each output's, as the mean of what its inputs say."""
-    by_place = columns.reshape(-1, count, *size)
-    total = basis.new_zeros(basis.shape[1], count, *size)
-    readers = basis.new_zeros(size)
-    for row in range(size[0]):
-        for column in range(size[1]):
-            for offset, output in _readers((row, column), tuple(shifts.shape[:2]), size):
-                if output is not None:
-                    total[:, :, output[0], output[1]] += shifts[offset] @ by_place[:, :, row, column]
-                    readers[output] += 1
-    return torch.einsum("cr,rbhw->bchw", basis, total / readers)
+def _interpolate(shifts: Tensor, geometry: Geometry, count: int) -> tuple[Tensor, float, float]:
+    """Find the same without padding: with y(z) the sum of y_p z^p, and s(z) that of signals, K_o y(z) = z^o s(z).
 
-
-def _separate(mixed: Tensor, *, noisy: bool) -> tuple[Tensor, Tensor]:
-    """Return images that are not negative, and the matrix that makes them of the mixed ones.
-
-    Units that one image alone switches on are the extreme rays of all units' values: successive projections find them.
-    Each image is then the null vector of its own zeros; zeros and vector are refined in turn.
+    At each of as many points z as there are places y(z) is a null vector. The degree of s tells the vectors' factors.
     """
-    count = len(mixed)
-    flat = mixed.flatten(1)
-    u, s, rows = torch.linalg.svd(flat, full_matrices=False)
-    scale = flat.shape[1] ** 0.5
-    rows, back = rows * scale, (u / s).T * scale
-    own = _null_vectors(rows, _extreme_rays(rows, count), noisy=noisy) if count > 1 else rows.new_ones(1, 1)
-    matrix = own @ back
-    values = matrix @ flat
-    sign = torch.where(values.mean(1) < 0, -1.0, 1.0).to(values)[:, None]
-    return (sign * values).reshape(mixed.shape), sign * matrix
+    places, offsets = (torch.tensor(_grid(sides)).double() for sides in (geometry.size, geometry.kernel))
+    # Half a step from one: there, both sides are zero where derivatives sum to zero.
+    angles = 2 * torch.pi * (places + 0.5) / torch.tensor(geometry.size)
+    flat = shifts.flatten(0, 1)
+    squares = torch.einsum("orn,orm->nm", flat, flat)
+    inputs, outputs, gap = list[Tensor](), list[Tensor](), 0.0
+    for angle in angles:
+        mean = torch.einsum("o,orn->rn", _turns(-offsets @ angle), flat.to(torch.complex128)) / len(offsets)
+        null, share = _null_space(squares - len(offsets) * mean.mH @ mean, count)
+        inputs.append(null)
+        outputs.append(mean @ null)
+        gap = max(gap, share)
+    back = _turns(-places @ angles.T) / len(places)
+    beyond = back[(places >= torch.tensor(geometry.outputs)).any(1)]
+    ahead = torch.einsum("qz,zrb->qrzb", beyond, torch.stack(outputs)).flatten(2).flatten(0, 1)
+    factors, share = _null_space(ahead.mH @ ahead, count)
+    mixed = torch.einsum("pz,znb,zbk->pnk", back, torch.stack(inputs), factors.unflatten(0, (len(places), count)))
+    # Real ones are among their mixtures by complex factors.
+    u, s, _ = torch.linalg.svd(torch.cat([mixed.real, mixed.imag], 2).flatten(0, 1), full_matrices=False)
+    columns = (u * s)[:, :count].unflatten(0, (len(places), -1)).permute(1, 2, 0)
+    means = _signals(shifts, columns, geometry)
+    left, whole = 0.0, 0.0
+    for output, reading in _readings(shifts, columns, geometry):
+        wanted = 0.0 if output is None else means[:, :, output[0], output[1]]
+        left += float((reading - wanted).square().sum())
+        whole += float(reading.square().sum())
+    return columns, max(gap, share), (left / max(whole, 1e-300)) ** 0.5
 
 
-def _extreme_rays(rows: Tensor, count: int) -> Tensor:
-    sizes = rows.norm(dim=0)
-    loud = rows[:, sizes > 1e-2 * sizes.max()]
-    # A functional that is positive on all of them: they lie in one half-space, for nothing is negative.
-    inside = loud.mean(1)
-    for _ in range(300):
-        outside = inside @ loud <= 1e-3 * (inside @ loud).abs().mean()
-        if not bool(outside.any()):
-            break
-        inside = inside + 0.1 * F.normalize(loud[:, outside], dim=0).mean(1) * inside.norm()
-    height = inside @ loud
-    kept = height > 1e-6 * height.max()
-    points = loud[:, kept] / height[kept]
-    left, chosen = points.clone(), list[int]()
-    for _ in range(count):
-        chosen.append(int(left.norm(dim=0).argmax()))
-        direction = F.normalize(left[:, chosen[-1]], dim=0)
-        left = left - direction[:, None] * (direction @ left)
-    return F.normalize(torch.linalg.pinv(points[:, chosen]), dim=1)
+def _grid(sides: Place) -> list[Place]:
+    return [(row, column) for row in range(sides[0]) for column in range(sides[1])]
 
 
-def _null_vectors(rows: Tensor, own: Tensor, *, noisy: bool) -> Tensor:
-    for share in ZEROS:
-        values = own @ rows
-        values = values / values.abs().amax(1, keepdim=True)
-        refined = []
-        for vector, value in zip(own, values, strict=True):
-            # Nothing is negative: what is shows how large errors are, where noise is known to be the reason.
-            below = value[value < 0]
-            errors = BLURRED * float(below.abs().median()) if noisy and len(below) else 0.0
-            zeros = rows[:, value.abs() < max(share, min(errors, ZEROS[0]))]
-            null = torch.linalg.eigh(zeros @ zeros.T)[1][:, 0]
-            null = null * torch.sign(null @ vector)
-            refined.append(null if zeros.shape[1] >= len(rows) and float(null @ vector) > 0.9 else vector)
-        own = torch.stack(refined)
-    return own
+def _turns(angles: Tensor) -> Tensor:
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def _null_space(squares: Tensor, count: int) -> tuple[Tensor, float]:
+    """Return the null space of a matrix from its ``squares``, and the ratio of singular values behind it."""
+    values, vectors = torch.linalg.eigh(squares)
+    return vectors[:, :count], float(values[count - 1].clamp_min(0) / values[count].clamp_min(1e-300)) ** 0.5
+
+
+def _readings(shifts: Tensor, columns: Tensor, geometry: Geometry) -> Iterator[tuple[Place | None, Tensor]]:
+    """Yield what each offset says of the output that reads a place there; of None, outside of the map: zero."""
+    for number, place in enumerate(_grid(geometry.size)):
+        for offset in geometry.offsets:
+            yield geometry.output(place, offset), shifts[offset] @ columns[:, :, number]
+
+
+def _signals(shifts: Tensor, columns: Tensor, geometry: Geometry) -> Tensor:
+    """Return the signals (directions, images, rows, columns): each output's, as the mean of what its inputs say."""
+    total = shifts.new_zeros(shifts.shape[2], columns.shape[1], *geometry.outputs)
+    readers = shifts.new_zeros(geometry.outputs)
+    for output, reading in _readings(shifts, columns, geometry):
+        if output is not None:
+            total[:, :, output[0], output[1]] += reading
+            readers[output] += 1
+    return total / readers

@@ -20,7 +20,7 @@ from leakscope.equations.dense import TOLERANCE, peel_dense
 from leakscope.equations.head import complete_head, solve_head
 from leakscope.equations.head_system import REFUSED, HeadProblem, HeadSolution
 from leakscope.equations.mixtures import solve_mixed_head
-from leakscope.labels import counts_to_labels, label_candidates, mean_gradient_scale
+from leakscope.labels import counts_to_labels, label_candidates, mean_gradient_scale, nearest_labels
 from leakscope.labels.counts import dummy_inputs
 from leakscope.network.dense_path import dense_path
 from leakscope.network.layers import Head, find_head
@@ -87,6 +87,8 @@ def recover_embedding(
     weight = dict(observation.model.named_parameters())[head.weight_name].detach().double().cpu()
     reaches = dense_path(observation.model, head.module_name).reads_input[0]
     at_head = _at_head(solution, weight, layer=head.module_name, reaches_input=reaches)
+    if head.follows_softmax(observation.task):
+        at_head = _behind_softmax(observation, head, at_head)
     at_head = _undropped(at_head, observation.channel)
     return peel_embedding(observation, at_head) if peel else at_head
 
@@ -96,6 +98,27 @@ def _at_head(solution: HeadSolution, weight: Tensor, **facts: Any) -> Embedding:
     return Embedding(**vars(solution), adjoints=delta @ weight, signals=delta, **facts)
 
 
+def _behind_softmax(observation: Observation, head: Head, found: Embedding) -> Embedding:
+    """Find the label by replay; the derivative by the model's outputs is that by its probabilities."""
+    module = observation.model.get_submodule(head.module_name)
+    assert isinstance(module, nn.Linear)
+    logits = found.features @ module.weight.detach().double().cpu().T + module.bias.detach().double().cpu()
+    labels, output_gradients, apart = nearest_labels(found.signals, logits, head)
+    if apart > REFUSED:
+        raise NotApplicable(f"behind the softmax no label explains the head's gradient: the nearest leaves {apart:.1e}")
+    if observation.labels is not None and not torch.equal(labels, observation.labels.cpu()):
+        raise NotApplicable(f"the label that was found, {labels.tolist()}, is not the known one")
+    outputs = head.outputs(logits)
+    return dataclasses.replace(
+        found,
+        output_gradients=output_gradients,
+        labels=labels,
+        losses=nn.functional.cross_entropy(outputs, labels, reduction="none"),
+        residual=max(found.residual, apart),
+        notes=("the loss is the cross-entropy of probabilities: solved for one example, its label by replay",),
+    )
+
+
 def recover_mixtures(observation: Observation, generator: torch.Generator | None = None) -> HeadSolution:
     """Recover each mixture's soft labels and features at the head."""
     channel = observation.channel
@@ -103,6 +126,8 @@ def recover_mixtures(observation: Observation, generator: torch.Generator | None
     if not isinstance(observation.task, Classification):
         raise NotApplicable("the task has no classes whose shares would tell how examples were mixed")
     head = _observed_head(observation.with_facts(channel=dataclasses.replace(channel, mixed=1)))
+    if not head.gives_logits(observation.task):
+        raise NotApplicable("a softmax follows the head, and mixed targets are read from logits")
     if channel.clip is not None or channel.survivors(observation.message.update):
         raise NotApplicable("the head's gradient is clipped or has holes, and its scale or its values are not known")
     scale, why = _scale(observation)
@@ -119,6 +144,8 @@ def _completed(observation: Observation, channel: Channel, head: Head) -> Embedd
     zeros = "entries of the head's gradient were set to zero"
     if observation.num_examples != 1 or not isinstance(observation.task, Classification):
         raise NotApplicable(f"{zeros}: only one example with a class is completed")
+    if head.follows_softmax(observation.task):
+        raise NotApplicable(f"{zeros}, and a softmax follows the head")
     scale, why = mean_gradient_scale(observation)
     if scale is None or channel.clip is not None:
         raise NotApplicable(f"{zeros}, and its scale is not known: {why}")
@@ -199,8 +226,14 @@ def _observed_head(observation: Observation) -> Head:
         head = find_head(observation.model, observation.input_shape, observation.num_classes)
     except ValueError as error:
         raise NotApplicable(str(error)) from error
-    if not head.last:
+    softmax = head.follows_softmax(observation.task)
+    if not (softmax or head.gives_logits(observation.task)):
         raise NotApplicable(f"something follows the last linear layer {head.module_name!r}: its outputs are no logits")
+    if softmax and (observation.num_examples != 1 or head.bias_name not in observation.message.update):
+        raise NotApplicable(
+            f"a softmax follows the last linear layer {head.module_name!r}, and the loss applies another one: there "
+            "only one example behind a bias is solved. Return the logits instead: cross-entropy applies the softmax"
+        )
     if head.weight_name not in observation.message.update:
         raise NotApplicable(f"the head {head.module_name!r} is frozen: the update says nothing of it")
     channel = observation.channel or Channel()
@@ -234,7 +267,7 @@ def _solve(observation: Observation, head: Head, generator: torch.Generator) -> 
                 _problem(observation, head, factor),
                 labels=labels,
                 readings=readings,
-                cross_entropy=isinstance(observation.task, Classification),
+                cross_entropy=isinstance(observation.task, Classification) and head.gives_logits(observation.task),
                 generator=generator,
             )
         except NotApplicable as error:

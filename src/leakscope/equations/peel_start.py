@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +18,12 @@ from torch.nn import functional as F
 
 from leakscope.contracts.errors import NotApplicable
 from leakscope.equations.convolution_equations import gradient_rows
-from leakscope.equations.convolution_factor import ConvolutionFactors
+from leakscope.equations.convolution_factor import ConvolutionFactors, Geometry, most_images
 from leakscope.equations.local_networks import LocalNetworks
 from leakscope.equations.non_negative import solve_non_negative
 from leakscope.equations.peel_state import PeelState, active, rectified
 from leakscope.equations.robust_solve import robust_solve
-from leakscope.network.gates import WeightedLayer
+from leakscope.network.gates import GatedNetwork, WeightedLayer, padding_of
 
 #: Share of a convolution's channels up to which its factors are well conditioned.
 ROOMY = 0.6
@@ -35,20 +36,51 @@ SCALED = 1e-3
 REFINEMENTS = 5
 #: Orders of the images of all steps that are tried: seconds at full width.
 MOST_ORDERS = 256
+#: What keeps a layer's gradient from telling by itself what more images are: the batch has more places than there are
+#: channels; no ReLU is in front; the others are what the layer is.
+StartLimit = Literal["places", "relu", "padding", "kernel", "dilation", "stride", "dense", "frozen"]
+
+
+def told_alone(
+    network: GatedNetwork | LocalNetworks, layer: WeightedLayer, names: Container[str]
+) -> tuple[int, StartLimit]:
+    """Return of how many images a layer's gradient tells by itself what it reads, and what limits it.
+
+    ``names``: the parameters of the update.
+    """
+    module = layer.module
+    if layer.weight_name not in names:
+        return 0, "frozen"
+    if not isinstance(module, nn.Conv2d):
+        return 0, "dense"
+    if {*module.stride} != {1}:
+        return 0, "stride"
+    if {*module.dilation} != {1}:
+        return 0, "dilation"
+    if min(module.kernel_size) < 2:
+        return 0, "kernel"
+    geometry, (before, after) = geometry_of(network, layer), padding_of(module)
+    if before != after or not geometry.tells_places:
+        return 0, "padding"
+    if not rectified(network, network.steps[layer.step].sources[0]):
+        return 0, "relu"
+    return most_images(geometry, module.in_channels, module.out_channels), "places"
+
+
+def geometry_of(network: GatedNetwork | LocalNetworks, layer: WeightedLayer) -> Geometry:
+    height, width = network.steps[network.steps[layer.step].sources[0]].shape[1:]
+    (above, beside), _ = padding_of(layer.module)
+    rows, columns = layer.module.weight.shape[2:]
+    return Geometry(kernel=(rows, columns), padding=(above, beside), size=(height, width))
 
 
 def startable(network: LocalNetworks, gradients: Mapping[str, Tensor], images: int) -> list[WeightedLayer]:
     """List convolutions that can be factored, the lowest first that has channels to spare: fewer layers lie below."""
     found = []
     for layer in network.layers:
-        module = layer.module
-        if layer.weight_name not in gradients or not isinstance(module, nn.Conv2d) or module.padding_mode != "zeros":
-            continue
-        source = network.steps[layer.step].sources[0]
-        plain = {*module.stride, *module.dilation} == {1} and min(module.kernel_size) > 1
-        same = tuple(2 * p + 1 for p in module.padding if isinstance(p, int)) == module.kernel_size
-        fill = images * math.prod(network.steps[source].shape[1:]) / module.in_channels
-        if plain and same and fill <= 1 and rectified(network, source):
+        if images <= told_alone(network, layer, gradients)[0]:
+            source = network.steps[layer.step].sources[0]
+            fill = images * math.prod(network.steps[source].shape[1:]) / layer.module.weight.shape[1]
             found.append((fill > ROOMY, layer.step if fill <= ROOMY else -layer.step, layer))
     return [layer for *_, layer in sorted(found, key=lambda one: one[:2])]
 
@@ -57,12 +89,13 @@ def refine(layer: WeightedLayer, gradient: Tensor, found: ConvolutionFactors) ->
     """Solve for derivatives and inputs in turn, each from the other: what noise leaves of factors falls to a third."""
     inputs, signals = found.inputs, found.signals
     images, channels, *size = inputs.shape
+    outputs = signals.shape[2:]
     kernels = gradient.double().flatten(2)
     for _ in range(REFINEMENTS):
         inputs = inputs / inputs.flatten(1).norm(dim=1).reshape(-1, 1, 1, 1)
         patches = layer.patches(inputs).transpose(0, 1).flatten(1)
         signals = torch.linalg.lstsq(patches, kernels.flatten(1).T).solution.T
-        signals = signals.reshape(-1, images, *size).transpose(0, 1)
+        signals = signals.reshape(-1, images, *outputs).transpose(0, 1)
         matrix = gradient_rows(layer, signals, (channels, *size))
         start, right = inputs.permute(0, 2, 3, 1).flatten(0, 2), matrix.T @ kernels.transpose(1, 2).flatten(0, 1)
         solution = solve_non_negative(matrix.T @ matrix, right, start)

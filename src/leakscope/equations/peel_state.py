@@ -12,7 +12,7 @@ from leakscope.contracts.errors import NotApplicable
 from leakscope.equations.batch_statistics import NormalisedLayer
 from leakscope.equations.convolution_equations import gradient_rows
 from leakscope.equations.local_networks import LocalNetworks
-from leakscope.network.gates import WeightedLayer
+from leakscope.network.gates import GatedNetwork, WeightedLayer
 
 #: Share of the largest value below which values of scarce equations are errors.
 SMALLEST = 2e-5
@@ -172,7 +172,7 @@ class PeelState:
             self.network.settle(number, "bias", torch.stack([one.sum((0, 2, 3)) for one in signals]))
 
 
-def rectified(network: LocalNetworks, number: int) -> bool:
+def rectified(network: GatedNetwork | LocalNetworks, number: int) -> bool:
     """Return whether a step gives what a ReLU gave, or the maxima of it: nothing negative, and exact zeros."""
     relu = network.relu_behind(number)
     return relu is not None and not network.steps[relu].slope

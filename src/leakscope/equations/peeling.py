@@ -20,12 +20,20 @@ from torch import Tensor, nn
 
 from leakscope.contracts.errors import NotApplicable
 from leakscope.equations.batch_statistics import solve_normalised
-from leakscope.equations.convolution_equations import LEAST_EQUATIONS, equations, gradient_rows, unseen_lattices
+from leakscope.equations.convolution_equations import (
+    LEAST_EQUATIONS,
+    LEAST_FOR_BATCHES,
+    equations,
+    every_place_is_read,
+    gradient_rows,
+    unseen_lattices,
+)
 from leakscope.equations.convolution_factor import ConvolutionFactors, factor_convolution
 from leakscope.equations.local_networks import LocalNetworks
-from leakscope.equations.peel_start import begin, refine, startable
+from leakscope.equations.peel_start import begin, geometry_of, refine, startable
 from leakscope.equations.peel_state import PeelState, active, doubt
-from leakscope.equations.robust_solve import SET_ASIDE, agreed_ratio, robust_solve, scarce_solve
+from leakscope.equations.peel_top import begin_at_top
+from leakscope.equations.robust_solve import DEAD, SET_ASIDE, agreed_ratio, robust_solve, scarce_solve
 from leakscope.network.gates import GatedNetwork, WeightedLayer
 
 #: Equations for each unknown below which it counts that nothing behind a ReLU is negative.
@@ -61,10 +69,45 @@ class Cut:
     residual: float
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class OpenEquations:
+    """Linear equations for what one ``step`` gives, where there are too few of them for the peel.
+
+    Each row of ``matrix`` reads the places of all images, and each of its ``groups`` is an output channel. ``gradient``
+    has a column for each channel of the value. ``share``: equations for each unknown, on the lattice that has fewest.
+    """
+
+    step: int
+    share: float
+    matrix: Tensor
+    gradient: Tensor
+    groups: Tensor
+
+    def reordered(self, order: Tensor) -> OpenEquations:
+        by_image = self.matrix.reshape(len(self.matrix), len(order), -1)
+        return replace(self, matrix=by_image[:, order].flatten(1))
+
+    def balanced(self) -> tuple[Tensor, Tensor]:
+        """Return matrix and gradient with each output channel as loud as any other, but for those that are dead."""
+        size = self.matrix.new_zeros(int(self.groups.max()) + 1).index_add(0, self.groups, self.matrix.square().sum(1))
+        factor = torch.where(size > DEAD**2 * size.max(), size.clamp_min(1e-300).rsqrt(), 0.0)[self.groups, None]
+        return factor * self.matrix, factor * self.gradient
+
+    def solve(self, near: Tensor) -> tuple[Tensor, float]:
+        """Solve for values behind a ReLU from values (images, channels, ...) near to them; return also what is left.
+
+        Which of them are zero is nearly known then, so that half of the equations are enough.
+        """
+        start = near.to(self.matrix).permute(0, 2, 3, 1)
+        doubts = self.matrix.new_zeros(int(self.groups.max()) + 1)
+        solution, _, residual = scarce_solve(self.matrix, self.gradient, self.groups, doubts, start.flatten(0, 2))
+        return solution.reshape(start.shape).permute(0, 3, 1, 2), residual
+
+
 class Peel(PeelState):
     """A peel at work, and the cuts that were reached: steps through which all of the network goes.
 
-    ``started`` and ``ended`` say where and why.
+    ``started`` and ``ended`` say where and why; ``open`` has the equations that were too few, if this was the reason.
     """
 
     def __init__(
@@ -73,6 +116,7 @@ class Peel(PeelState):
         super().__init__(network, gradients, noise)
         self.cuts: list[Cut] = []
         self.started = self.ended = ""
+        self.open: OpenEquations | None = None
         self._corrected: Counter[int] = Counter()
         self._scale_refined = False
         self._unverified: set[int] = set()
@@ -81,6 +125,9 @@ class Peel(PeelState):
     def start(self, layer: WeightedLayer, found: ConvolutionFactors) -> None:
         begin(self, layer, found)
         self.started = self.network.steps[layer.step].name
+
+    def start_at_top(self, adjoint: Tensor) -> None:
+        self.started = self.network.steps[begin_at_top(self, adjoint).step].name
 
     def run(self) -> None:
         """Go down step by step; where the forward pass corrects masks, go on from the highest of them."""
@@ -140,10 +187,13 @@ class Peel(PeelState):
 
     def _check(self, number: int, value: Tensor, residual: float) -> int | None:
         """Run the network on from a value; NotApplicable where it does not give what was solved above."""
-        if number < min(self.pinned) - 1 and not self._scale_refined and not self.network.batched:
+        ahead = self.network.onwards(number, value)
+        unrefined = number < min(self.pinned) - 1 and not self._scale_refined and not self.network.batched
+        # Inside a block the forward pass ends where the shortcut comes in.
+        if unrefined and max(self.values) in ahead.values:
             self._scale_refined = True
             value = value * self._refine_scale(number, value)
-        ahead = self.network.onwards(number, value)
+            ahead = self.network.onwards(number, value)
         changed = []
         for relu, gate in ahead.gates.items():
             # Nothing goes back through those above the layer that was factored.
@@ -191,31 +241,29 @@ class Peel(PeelState):
             raise NotApplicable(f"no convolution of the update reads {name!r}")
         unknowns = len(self.signals[readers[0].step]) * shape[1] * shape[2]
         count = equations([one.module for one in readers])
+        if not every_place_is_read(readers, [steps[one.step].shape for one in readers], shape):
+            raise NotApplicable(f"no layer reads the last rows or columns of {name!r}")
         normalised = any(self.norm_behind(one.step) is not None for one in readers)
-        if count < LEAST_EQUATIONS * unknowns:
+        plain = steps[number].kind == "relu" and not steps[number].slope
+        opens = plain and not normalised and len(self.network) == 1
+        joined = opens and len(self.signals[readers[0].step]) > 1
+        if count < (LEAST_FOR_BATCHES if joined else LEAST_EQUATIONS) * unknowns:
+            self.open = self._equations(number, readers) if opens else None
             raise NotApplicable(f"{count} equations for {unknowns} unknowns a channel of {name!r}")
         if normalised:
             self._settle_statistics(number, readers)
-        kernels = [self.gradients[one.weight_name].double() for one in readers]
-        wanted = torch.cat([kernel.flatten(2).transpose(1, 2).flatten(0, 1) for kernel in kernels])
-        offsets = [sum(len(kernel) for kernel in kernels[:k]) for k in range(len(kernels))]
-        groups = torch.cat(
-            [
-                offset + torch.arange(len(kernel)).repeat_interleave(kernel[0, 0].numel())
-                for kernel, offset in zip(kernels, offsets, strict=True)
-            ]
-        )
         doubts = torch.cat([self._doubts(one) for one in readers])
         most, before = SOLVED, self.values.get(number)
         for _ in range(ROUNDS):
-            matrix = torch.cat([gradient_rows(one, self.signals[one.step], shape) for one in readers])
-            if count < SCARCE * unknowns and steps[number].kind == "relu" and not steps[number].slope:
+            system = self._equations(number, readers)
+            rows = system.matrix, system.gradient, system.groups, doubts
+            if count < SCARCE * unknowns and plain:
                 start = None if before is None else before.permute(0, 2, 3, 1).flatten(0, 2)
-                solution, weights, residual = scarce_solve(matrix, wanted, groups, doubts, start)
+                solution, weights, residual = scarce_solve(*rows, start)
                 self._unverified.add(number)
                 most = SOLVED_SCARCE
             else:
-                solution, weights, residual = robust_solve(matrix, wanted, groups, doubts)
+                solution, weights, residual = robust_solve(*rows)
             value = before = self._value(solution, number)
             # Gains of later local steps follow from what their layers receive.
             moved = max(self.settle(one, self.gated(number, value)) for one in readers)
@@ -225,12 +273,26 @@ class Peel(PeelState):
                 self.signals[one.step] = self.backward(one.step)
         most = max(most, min(AGREES, NOISY * max(self.share(one.weight_name) for one in readers)))
         if not residual < most:
+            self.open = system if opens else None
             raise NotApplicable(f"the equations of {name!r} leave {residual:.1e}")
-        for one, offset in zip(readers, offsets, strict=True):
-            odd = (weights[offset : offset + len(one.module.weight)] < SET_ASIDE).nonzero()[:, 0]
-            self._repair(one, value, odd)
+        for one, part in zip(readers, weights.split([len(one.module.weight) for one in readers]), strict=True):
+            self._repair(one, value, (part < SET_ASIDE).nonzero()[:, 0])
             self.settle(one, self.gated(number, value), derived=True)
         return value, residual
+
+    def _equations(self, number: int, readers: list[WeightedLayer]) -> OpenEquations:
+        """Return what the gradients of the convolutions that read a step say of its values."""
+        shape = self.network.steps[number].shape
+        kernels = [self.gradients[one.weight_name].double() for one in readers]
+        rows = torch.tensor([kernel[0, 0].numel() for kernel in kernels for _ in range(len(kernel))])
+        places = len(self.signals[readers[0].step]) * shape[1] * shape[2]
+        return OpenEquations(
+            step=number,
+            share=equations([one.module for one in readers]) / places,
+            matrix=torch.cat([gradient_rows(one, self.signals[one.step], shape) for one in readers]),
+            gradient=torch.cat([kernel.flatten(2).transpose(1, 2).flatten(0, 1) for kernel in kernels]),
+            groups=torch.arange(len(rows)).repeat_interleave(rows),
+        )
 
     def _settle_statistics(self, number: int, readers: list[WeightedLayer]) -> None:
         """Find the derivatives at convolutions whose outputs are normalised by the statistics of the batch."""
@@ -308,11 +370,13 @@ def peel(
     *,
     steps: int = 1,
     noise: Mapping[str, float] | None = None,
+    adjoint: Tensor | None = None,
 ) -> Peel:
     """Factor a layer and go down from it as far as equations last; NotApplicable where no layer can be factored.
 
     Where that ends above other layers that can be factored, in front of a max pooling say, these are tried, too.
     ``steps``: plain local steps on all of the images, whose sum the gradients are. What is found is that of the first.
+    ``adjoint``: the derivative at the last step, of one image; a 1x1 convolution at the top is then tried, too.
     """
     refusals, best = [], None
     total = images * steps
@@ -333,6 +397,16 @@ def peel(
                 best = attempt
         except NotApplicable as error:
             refusals.append(f"{step.name!r}: {error}")
+    if best is None and adjoint is not None and steps == 1:
+        best = Peel(LocalNetworks([network]), gradients, noise)
+        try:
+            best.start_at_top(adjoint)
+            best.run()
+            if not best.cuts:
+                raise NotApplicable(best.ended)
+        except NotApplicable as error:
+            best = None
+            refusals.append(str(error))
     if best is None:
         raise NotApplicable("; ".join(refusals[:3]) or f"no convolution has channels for {total} images of its size")
     return best
@@ -341,8 +415,10 @@ def peel(
 def _factor(
     network: GatedNetwork, gradients: Mapping[str, Tensor], layer: WeightedLayer, images: int, noise: float
 ) -> ConvolutionFactors:
-    height, width = network.steps[network.steps[layer.step].sources[0]].shape[1:]
-    found = factor_convolution(gradients[layer.weight_name], (height, width), images=images, noise=noise)
+    geometry = geometry_of(network, layer)
+    found = factor_convolution(
+        gradients[layer.weight_name], geometry.size, padding=geometry.padding, images=images, noise=noise
+    )
     if not found.holds:
         facts = f"gap {found.gap:.0e}, consistency {found.consistency:.0e}, negative {found.negative:.0e}"
         raise NotApplicable(f"its factors do not hold ({facts})")

@@ -27,6 +27,8 @@ from leakscope.federation.client import batchnorm_statistics, protected
 from leakscope.federation.fedavg import FedAvg, FedSGD
 
 _BY_NAME: Mapping[str, type[FedSGD] | type[FedAvg]] = {"fedsgd": FedSGD, "fedavg": FedAvg}
+#: Settings of the cohort that are those of its clients' protocol, too.
+_MODES = ("batchnorm", "dropout")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +39,10 @@ class SecureAggregation(Protocol):
     protocol: FedSGD | FedAvg = field(default_factory=FedSGD)
 
     def problems(self) -> list[str]:
-        if self.protocol.batchnorm != self.batchnorm:
-            return [f"batchnorm: expected that of the protocol, {self.protocol.batchnorm!r}, got {self.batchnorm!r}"]
-        return []
+        modes = [(name, getattr(self.protocol, name), getattr(self, name)) for name in _MODES]
+        return [
+            f"{name}: expected that of the protocol, {own!r}, got {got!r}" for name, own, got in modes if own != got
+        ]
 
     @classmethod
     def build(cls, options: Mapping[str, Any]) -> Self:
@@ -49,7 +52,7 @@ class SecureAggregation(Protocol):
             name, settings = (words, {}) if isinstance(words, str) else next(iter(words.items()))
             if folded(str(name)) not in _BY_NAME:
                 raise UserError(f"protocol: expected {' or '.join(_BY_NAME)}, got {name!r}")
-            told = {"batchnorm": options["batchnorm"]} if "batchnorm" in options else {}
+            told = {name: options[name] for name in _MODES if name in options}
             options = {**options, "protocol": _BY_NAME[folded(str(name))].build({**told, **(settings or {})})}
         return super().build(options)
 
@@ -74,7 +77,7 @@ class SecureAggregation(Protocol):
 
     def easiest(self) -> Self:
         """Take one client, whose update is then its own."""
-        return replace(self, batchnorm="eval", clients=1, protocol=self.protocol.easiest())
+        return replace(self, batchnorm="eval", dropout="eval", clients=1, protocol=self.protocol.easiest())
 
     def easiest_examples(self, examples: int) -> int:
         return self.protocol.easiest_examples(max(self._sizes(examples)))

@@ -4,7 +4,7 @@ Without the truth nothing is claimed about pictures. With it, PSNR stands beside
 attack on noise of the update's norm, the grey picture, and the mean of other examples where there are some.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,14 @@ from torch import Tensor, nn
 
 from leakscope.attacks import make_attack
 from leakscope.audit.assess import Assessment, Ruler, assess
+from leakscope.audit.progress import Tell, Updates, listener
 from leakscope.capture.recordings import Origin, Recording, Truth, recordings
-from leakscope.contracts.attack import Attack
+from leakscope.contracts.attack import Attack, Progress
 from leakscope.contracts.errors import NotApplicable, UserError
 from leakscope.contracts.observation import Observation
 from leakscope.matching.unexplained import explain
+from leakscope.report.recorded import recorded_words, write_recorded
+from leakscope.results.setting_verdict import Outcome
 
 #: What the client's own examples may leave of its update: batches in another order do, other steps leave more.
 EXPLAINED_BY_TRUTH = 0.3
@@ -36,20 +39,73 @@ def audit_recordings(
     others: Tensor | None = None,
     controls: bool = True,
     seed: int = 0,
-) -> list[Assessment]:
+    progress: Tell | bool | None = None,
+) -> "RecordedAudit":
     """Attack what was recorded: every nth recording, ``at_most`` so many. ``model`` gives the structure.
 
     ``others`` are further examples of the same kind, for identification and for a guess without the update.
-    ``controls`` runs each attack once more on noise, which doubles the time.
+    ``controls`` runs each attack once more on noise, which doubles the time. ``progress`` is as in ``leakscope.audit``.
     """
     if every < 1 or (at_most is not None and at_most < 1):
         raise UserError(f"every, at_most: expected whole numbers of at least 1, got {every} and {at_most}")
     found = recordings(folder) if isinstance(folder, str | Path) else list(folder)
     if not found:
         raise UserError(f"{folder}: no recordings. Did the run reach the place that records?")
-    facts: dict[str, Any] = {"others": others, "controls": controls, "seed": seed}
     chosen = found[::every][:at_most]
-    return [measure(one.observation(model), one.origin, attack, truth=one.truth(), **facts) for one in chosen]
+    updates = ((one.observation(model), one.origin, one.truth()) for one in chosen)
+    facts: dict[str, Any] = {"others": others, "controls": controls, "seed": seed}
+    return RecordedAudit(measure_all(updates, len(chosen), attack, progress, **facts))
+
+
+class RecordedAudit(Sequence[Assessment]):
+    """Hold the assessments of recorded updates, with a verdict in the words of an audit.
+
+    It never says "within policy": recordings come without the positive controls that an audit asks of a pass.
+    """
+
+    def __init__(self, leakage: Iterable[Assessment]) -> None:
+        self.leakage = tuple(leakage)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.leakage[place]
+
+    def __len__(self) -> int:
+        return len(self.leakage)
+
+    @property
+    def outcome(self) -> Outcome:
+        if any(one.outcome == "looks recovered" for one in self):
+            return "leaks"
+        return "inconclusive" if any(one.reconstruction is not None for one in self) else "nothing audited"
+
+    def describe(self) -> str:
+        """Say the verdict, why, and what to do; then one line for each update."""
+        return "\n".join([*recorded_words(self), *(one.describe() for one in self)])
+
+    def report(self, path: str | Path, pictures: bool = False) -> Path:
+        """Write a page; ``pictures`` also shows what was recovered, which is private data."""
+        return write_recorded(self, path, pictures)
+
+
+def measure_all(
+    updates: Iterable[tuple[Observation, Origin, Truth | None]],
+    count: int,
+    attack: str | Attack,
+    progress: Tell | bool | None = None,
+    *,
+    controls: bool = True,
+    **facts: Any,
+) -> list[Assessment]:
+    """Assess ``count`` updates, one after the other, and show how far that is and how long it will take."""
+    name = attack if isinstance(attack, str) else type(attack).__name__
+    assessments = []
+    with listener(progress) as (tell, _):
+        shown = Updates(tell, name, count, passes=2 if controls else 1)
+        for number, (observation, origin, truth) in enumerate(updates):
+            with shown.update(number) as step:
+                facts |= {"truth": truth, "controls": controls, "progress": step}
+                assessments.append(measure(observation, origin, attack, **facts))
+    return assessments
 
 
 def measure(
@@ -61,6 +117,7 @@ def measure(
     others: Tensor | None = None,
     controls: bool = True,
     seed: int = 0,
+    progress: Progress | None = None,
 ) -> Assessment:
     """Assess one update of a real system; compare with the truth where it is given, which the attack never is."""
     recover = make_attack(attack) if isinstance(attack, str) else attack
@@ -75,7 +132,7 @@ def measure(
     if truth is not None and origin.place == "raw":
         notes += doubts_of_recipe(observation, truth)
     ruler = Ruler(space, observation.task, None if others is None else space.to_unit(others.to(torch.float32)))
-    facts: dict[str, Any] = {"seed": seed, "ruler": ruler, "origin": origin, "notes": notes}
+    facts: dict[str, Any] = {"seed": seed, "ruler": ruler, "origin": origin, "notes": notes, "progress": progress}
     return assess(observation, recover, truth, ("grey", "others", "noise") if controls else ("grey", "others"), **facts)
 
 

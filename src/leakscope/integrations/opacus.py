@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.audit.assess import Assessment
+from leakscope.audit.progress import Tell
 from leakscope.capture import CaptureFacts, observe_captured
 from leakscope.capture.recordings import Origin, Truth, save_recording
 from leakscope.contracts.attack import Attack
@@ -37,7 +38,8 @@ from leakscope.contracts.observation import Observation
 from leakscope.contracts.protocol import BATCHNORM
 from leakscope.contracts.task import Classification, Task
 from leakscope.integrations import load_library
-from leakscope.integrations.leakage import measure
+from leakscope.integrations.leakage import RecordedAudit, measure_all
+from leakscope.report.recorded import recorded_words
 
 _opacus = load_library("opacus", "opacus")
 _optimizers = load_library("opacus.optimizers", "opacus")
@@ -90,10 +92,16 @@ class DPReport:
     def certified(self) -> int:
         return sum(one.certified for one in self.leakage)
 
+    @property
+    def audit(self) -> RecordedAudit:
+        """Return the assessments with their verdict; ``audit.report("report.html")`` writes a page."""
+        return RecordedAudit(self.leakage)
+
     def describe(self) -> str:
-        """Tell the promise, what was recovered in spite of it, and what was left out; one line each."""
+        """Tell the verdict, the promise, what was recovered in spite of it, and what was left out; one line each."""
         promise = "no accountant" if self.epsilon is None else f"epsilon {self.epsilon:.3g} at delta {self.delta:g}"
-        lines = [f"{self.steps} steps, noise multiplier {self.noise_multiplier:g}, clip {self.clip:g}: {promise}"]
+        lines = recorded_words(self.audit)
+        lines += [f"{self.steps} steps, noise multiplier {self.noise_multiplier:g}, clip {self.clip:g}: {promise}"]
         lines += [f"The promise does not hold. {problem}" for problem in self.problems]
         lines += [one.describe() for one in self.leakage]
         right, known = self.identified
@@ -157,17 +165,19 @@ class StepAudit:
         others: Tensor | None = None,
         controls: bool = True,
         seed: int = 0,
+        progress: Tell | bool | None = None,
     ) -> DPReport:
-        """Attack what was recorded; ``others`` are further examples of the same kind, for identification."""
+        """Attack what was recorded; ``others`` are further examples of the same kind, for identification.
+
+        ``progress`` is as in ``leakscope.audit``.
+        """
         if not self._recorded:
             reasons = "; ".join(sorted(set(self.skipped.values()))) or REPLACED
             raise UserError(f"no step was recorded of {self.steps}: {reasons}")
         if (accountant is None) != (delta is None):
             raise UserError("accountant, delta: expected both or none, for an epsilon is one at a delta")
-        found = [
-            measure(seen, origin, attack, truth=truth, others=others, controls=controls, seed=seed)
-            for seen, origin, truth in self._recorded
-        ]
+        facts: dict[str, Any] = {"others": others, "controls": controls, "seed": seed}
+        found = measure_all(self._recorded, len(self._recorded), attack, progress, **facts)
         return DPReport(
             leakage=tuple(found),
             steps=self.steps,

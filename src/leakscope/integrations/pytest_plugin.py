@@ -150,14 +150,18 @@ class AuditRunner:
     def _run(self, path: Path | None, settings: dict[str, Any], folder: Path) -> Audit:
         import leakscope.audit as room
 
+        # What a baseline accepts is all that leaks, not the first of it.
         if path is None:
-            return room.audit(**{"data": None, **settings}, out=folder)
+            return room.audit(**{"data": None, "stop_on_leak": False, **settings}, out=folder)
         from leakscope.audit.spec import spec_with
 
         # pytest imports what lies in the repository anyway; a spec from elsewhere is data, as on the command line.
         trusted = path.resolve().is_relative_to(self._config.rootpath.resolve())
         progress = settings.pop("progress", None)
-        return room.run_spec(spec_with(path, settings, allow_code=trusted), folder, progress)
+        spec = spec_with(path, settings, allow_code=trusted)
+        if spec.stop_on_leak is None:
+            spec = spec.model_copy(update={"stop_on_leak": False})
+        return room.run_spec(spec, folder, progress)
 
     def _record(self, audit: Audit, path: Path | None) -> None:
         told = self._item.user_properties

@@ -8,6 +8,7 @@ from leakscope.labels.counts import (
     round_to_total,
     scale_from_absent_classes,
 )
+from leakscope.labels.directions import nearest_labels
 from leakscope.labels.recover import (
     METHODS,
     RecoveredLabels,

@@ -26,6 +26,7 @@ from leakscope.limits.counting import (
     single_example,
 )
 from leakscope.limits.cramer_rao import Floor, affordable_floor, cramer_rao
+from leakscope.limits.determined import Determined, determined_by
 from leakscope.limits.diagnosis import diagnose
 from leakscope.limits.effort import GRADIENTS_WORK, Effort, effort_of
 from leakscope.limits.index_bounds import (

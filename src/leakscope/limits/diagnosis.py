@@ -6,9 +6,13 @@ sigma sqrt(trace (J'J)^-1) with sigma^2 = ||r||^2 / (entries - unknowns) is what
 directions in which J is nothing but rounding cannot be seen at all. The last two mean something only where most of the
 update is explained. All of it is linear and local, and none of it knows the truth. Where the Jacobian is large, sums of
 its entries with random signs take the place of entries: sizes are then right to a factor of two or so.
+
+Where all of this leaves it undecided, one layer may still determine the batch (:mod:`leakscope.limits.determined`): a
+result that does not explain the update then missed inputs that are there.
 """
 
 import contextlib
+import dataclasses
 import math
 from typing import Any
 
@@ -20,11 +24,14 @@ from leakscope.contracts.certificate import Certificate
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import RECOVERED, Diagnosis, DiagnosisOutcome, Reconstruction
+from leakscope.labels import recover_labels
+from leakscope.limits.determined import determined_by
 from leakscope.limits.effort import Effort, effort_of
 from leakscope.limits.jacobian import MAX_UNKNOWNS, QUICK_UNKNOWNS
 from leakscope.matching import GradientMap
 from leakscope.matching.determinacy import free_directions
 from leakscope.matching.least_squares import SKETCH
+from leakscope.matching.unexplained import explain as explain_update
 
 #: A result that leaves more of the update than this says nothing of the place where the inputs lie.
 EXPLAINED = 0.1
@@ -48,6 +55,39 @@ def diagnose(observation: Observation, result: Reconstruction, *, thorough: bool
         return own
     if proved is not None:
         return proved
+    found = _by_jacobian(observation, result, thorough)
+    return _beside_layers(found, observation, result) if found.outcome == "undecided" else found
+
+
+def _beside_layers(found: Diagnosis, observation: Observation, result: Reconstruction) -> Diagnosis:
+    """Say where one layer's gradient determines the batch, whatever the inputs that were found leave of the update."""
+    exact = determined_by(observation)
+    if exact is None:
+        return found
+    left = _left(observation, result)
+    if left is not None and left <= EXPLAINED:
+        return found
+    facts: dict[str, Any] = {"layer": exact.layer, "lowest": exact.lowest}
+    if exact.whole and left is not None:
+        return dataclasses.replace(found, outcome="optimiser failed", reason=str(exact), **facts)
+    return dataclasses.replace(found, reason=f"{found.reason}; {exact}", **facts)
+
+
+def _left(observation: Observation, result: Reconstruction) -> float | None:
+    """Return what a result leaves of the update, with labels that the update tells where it has none; None without."""
+    labels, inputs = result.labels, result.inputs
+    if labels is None:
+        with contextlib.suppress(ValueError):  # no head to read, or a number of examples that is not known
+            labels = recover_labels(observation).labels
+    if labels is None or len(labels) != len(inputs):
+        return None
+    if not bool(torch.isfinite(inputs).all()):
+        return math.inf
+    # An unknown defence may have clipped the update.
+    return explain_update(observation, inputs, labels).left_at_best_length
+
+
+def _by_jacobian(observation: Observation, result: Reconstruction, thorough: bool) -> Diagnosis:
     inputs, observation = observation.relax(result.inputs), observation.relaxed()
     labels, unknowns = result.labels, inputs.numel()
     entries = sum(value.numel() for value in observation.message.update.values())
@@ -221,7 +261,7 @@ def _obstacle(observation: Observation, result: Reconstruction, entries: int) ->
         return "the number of examples is not known"
     if entries < result.inputs.numel():
         return None  # the count alone decides
-    channel = observation.channel
+    channel = Channel(inexact=True) if observation.dropout == "train" else observation.channel
     if type(channel) is Channel and channel.beyond_theory is not None:
         return channel.beyond_theory
     return "the attack gives no labels, which the Jacobian needs" if result.labels is None else None

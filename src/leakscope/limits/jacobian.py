@@ -43,7 +43,7 @@ def too_large(unknowns: int, columns: int) -> str | None:
 def not_unasked(unknowns: int, effort: Effort) -> str | None:
     """Say why the Jacobian of a model is not made unless asked for; None where it is."""
     if unknowns > QUICK_UNKNOWNS:
-        return f"{unknowns} unknowns; above {QUICK_UNKNOWNS} only if asked for (--exact)"
+        return f"{unknowns} unknowns: above {QUICK_UNKNOWNS} it is computed with --exact only"
     return effort.refusal("the Jacobian", unknowns, COLUMNS_WORK)
 
 

@@ -92,7 +92,13 @@ class Limits:
             lost = self.jacobian.unknowns - (self.jacobian.rank or 0)
             directions = f"{lost} of {self.unknowns} directions"
             return f"Not identifiable: in {directions} the inputs can change without a trace in the gradient."
-        return "Not excluded: there are enough observed entries, which is necessary but not sufficient."
+        counted = "Not excluded: there are enough observed entries, which is necessary but not sufficient."
+        if self.lowest is None:
+            return counted
+        whose = "the input" if self.batch == 1 else f"all {self.batch} inputs"
+        if self.lowest[1] != self.first_layer:
+            whose = f"what {self.lowest[1]!r} reads" + (f", for all {self.batch} inputs" if self.batch > 1 else "")
+        return f"{counted} By the counts of each layer, the gradient determines {whose}."
 
     @property
     def security(self) -> float | None:
@@ -183,7 +189,7 @@ def limits(
     )
     jacobian_progress, floor_progress = (progress and partial(progress, name) for name in ("Jacobian", "floor"))
     spectrum = decompose_at(mapping, flat, exact=exact, vectors=channel is not None, progress=jacobian_progress)
-    floor: Floor | str = "needs a channel: noise, and where wanted clipping, pruning or dropout (--noise, --clip, ...)"
+    floor: Floor | str = "not computed: it needs the noise of a defence (--noise; also --clip, --prune, --dropout)"
     if channel is not None:
         floor = _floor(mapping, flat, channel, spectrum, exact, probes=probes, seed=seed, progress=floor_progress)
     layers: tuple[LayerSystem, ...] | str
@@ -243,7 +249,7 @@ def _orders(
 ) -> tuple[Order, ...] | str:
     first = one_hidden_layer(net)
     if isinstance(first, str):
-        return f"left out because {first}"
+        return f"only for one hidden dense layer; here {first}"
     facts: dict[str, float | None] = {}
     if channel is not None:
         # The noise of the channel is all the noise that there is. A defence that is not in it is left open.

@@ -1,4 +1,4 @@
-"""Find inputs from what ReLUs deep in a network gave: descent from grey first, then Levenberg-Marquardt.
+"""Find inputs from what ReLUs deep in a network gave: a decoded start, descent, then Levenberg-Marquardt.
 
 What is known (:mod:`leakscope.equations.peeling`) is put in wherever the forward pass meets it, so that each known ReLU
 is compared with what the layers below it alone say. The derivative is one pass backward, not two as for gradients.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -18,6 +18,8 @@ from torch import Tensor
 from leakscope.contracts.certificate import EXPLAINED
 from leakscope.contracts.inputs import InputSpace
 from leakscope.equations.determinacy import count_free_directions
+from leakscope.equations.peeling import AGREES, SOLVED_SCARCE, OpenEquations
+from leakscope.matching.decoder import decode
 from leakscope.matching.determinacy import ACCURATE, movement
 from leakscope.matching.gradient_map import Linearisation, Sketch, make_jacobian
 from leakscope.matching.least_squares import LevenbergMarquardt, Preconditioner
@@ -26,11 +28,10 @@ from leakscope.matching.priors import total_variation
 from leakscope.matching.victim import pull_back
 from leakscope.network.gates import GatedNetwork
 
-#: First step of the descent in units of the value range: with .1 images are 7 to 10 dB worse after 400 steps (tuning
-#: images, ResNet-18), for each pixel is thrown to its bounds at first.
-PACE = 0.03
-#: The same below a max pooling, where values are whitened: 37 dB after 1000 steps, with .03 27 dB (one image, VGG-11).
-PACE_WHITENED = 0.2
+#: First step of the descent in units of the value range. From a decoded start .01 is slower, and .1 throws it away.
+PACE = 0.02
+#: The same below a max pooling, where values are whitened: 53 dB after 1000 steps, with .02 35 dB (one image, VGG-11).
+PACE_WHITENED = 0.1
 #: Directions of the channels are whitened down to this share of the loudest one's mean square.
 LOUD = 1e-2
 #: Random images, and how far they are moved, from which the loudness of channels is read.
@@ -58,12 +59,17 @@ class KnownValues:
     network: GatedNetwork
     known: Mapping[int, Tensor]
     inputs: InputSpace
+    #: For the values of one more step of all examples, of which they are too few.
+    equations: OpenEquations | None = None
     #: By step, a matrix that is applied to its channels before values are compared.
     metrics: Mapping[int, Tensor] = field(default_factory=dict)
 
+    def __len__(self) -> int:
+        return len(next(iter(self.known.values())))
+
     @property
     def shape(self) -> tuple[int, ...]:
-        return (len(next(iter(self.known.values()))), *self.inputs.shape)
+        return (len(self), *self.inputs.shape)
 
     @property
     def unknowns(self) -> int:
@@ -83,8 +89,10 @@ class KnownValues:
         """List what can be solved by itself: each example, unless the statistics of the batch join them."""
         if self.network.batched:
             return [self]
-        count = self.shape[0]
-        return [dataclasses.replace(self, known={n: v[k : k + 1] for n, v in self.known.items()}) for k in range(count)]
+        if len(self) == 1:
+            return [self]
+        single = ({step: value[k : k + 1] for step, value in self.known.items()} for k in range(len(self)))
+        return [dataclasses.replace(self, known=known, equations=None) for known in single]
 
     @property
     def above(self) -> KnownValues:
@@ -112,8 +120,13 @@ class KnownValues:
         return torch.cat([self._measured(step, self.known[step]) for step in seen])
 
     def __call__(self, flat: Tensor) -> Tensor:
-        seen = self.network.received(0, self.inputs.from_unit(flat.reshape(self.shape)), self.known)
-        return torch.cat([self._measured(step, self._passed(step, value)) for step, value in seen.items()])
+        return self._seen(flat)[0]
+
+    def _seen(self, flat: Tensor, watched: int | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return what is compared with the known values, and the value of a further step that is ``watched``."""
+        seen = self.network.received(0, self.inputs.from_unit(flat.reshape(self.shape)), self.known, watched)
+        inner = None if watched is None else seen.pop(watched)
+        return torch.cat([self._measured(step, self._passed(step, value)) for step, value in seen.items()]), inner
 
     def whitened(self) -> KnownValues:
         """Compare channels by how far random pixels move them: else brightness outweighs all that tells details."""
@@ -158,19 +171,26 @@ class KnownValues:
         narrow, near = self.to(torch.float32), flat.float()
         return make_jacobian(narrow, near, Sketch(self.entries, columns, near) if self.entries > columns else None)
 
-    def descend(self, steps: int) -> Tensor:
-        """Descend from grey with Adam; total variation decides what the features do not say yet."""
-        wanted = self.wanted
-        middle = 0.5 if self.inputs.bounded else 0.0
-        point = torch.full((self.unknowns,), middle, dtype=wanted.dtype).requires_grad_()
+    def start(self) -> Tensor:
+        """Guess the examples from the lowest values that are known; grey where these are no maps of images."""
+        lowest = min(self.known)
+        guess = decode(self.network, lowest, self.known[lowest], self.inputs)
+        return self._zeros().flatten(1) + (0.5 if self.inputs.bounded else 0.0) if guess is None else guess
+
+    def descend(self, start: Tensor, steps: int) -> Tensor:
+        """Descend with Adam; total variation decides what values and equations do not say yet."""
+        point = start.detach().flatten().clone().requires_grad_()
         adam = torch.optim.Adam([point], PACE_WHITENED if self.metrics else PACE)
         plan = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: schedule_factor("cosine", step, steps))
-        size = wanted.square().sum().clamp_min(1e-300)
+        left_by_equations = self._equations_loss()
         for step in range(steps):
             weight = SMOOTHNESS * (1 - step / steps) ** 2 if self.inputs.smooth else 0.0
             adam.zero_grad()
             with torch.enable_grad():
-                loss = (self(point) - wanted).square().sum() / size
+                value, inner = self._seen(point, None if self.equations is None else self.equations.step)
+                loss = _share(value, self.wanted)
+                if inner is not None:
+                    loss = loss + left_by_equations(inner)
                 if weight:
                     loss = loss + weight * total_variation(point.reshape(self.shape))
                 loss.backward()
@@ -179,6 +199,27 @@ class KnownValues:
             with torch.no_grad():
                 point.copy_(self.inputs.project_unit(point))
         return point.detach()
+
+    def _equations_loss(self) -> Callable[[Tensor], Tensor]:
+        if self.equations is None:
+            return lambda values: values.new_zeros(())
+        matrix, gradient = (value.to(self.wanted) for value in self.equations.balanced())
+        return lambda values: _share(matrix @ values.permute(0, 2, 3, 1).flatten(0, 2), gradient)
+
+    def solve_equations(self, near: Tensor) -> KnownValues | None:
+        """Solve the further equations from examples near to the right ones; None where that does not fit the values."""
+        if self.equations is None:
+            return None
+        step, (_, inner) = self.equations.step, self._seen(near, self.equations.step)
+        assert inner is not None
+        values, left = self.equations.solve(inner)
+        values = values.to(inner)
+        # Inside of a block no known value follows from these alone.
+        ahead = self.network.received(step, values, self.known)
+        apart = [_share(self._passed(number, value), self.known[number]) ** 0.5 for number, value in ahead.items()]
+        if not left < SOLVED_SCARCE or max(map(float, apart), default=0.0) > AGREES:
+            return None
+        return dataclasses.replace(self, known={step: values, **self.known}, equations=None)
 
     def leaves(self, flat: Tensor) -> float:
         return float((self(flat) - self.wanted).norm() / self.wanted.norm().clamp_min(1e-300))
@@ -262,6 +303,10 @@ class KnownValues:
         return tuple(
             None if count == 0 and move > ACCURATE else count for count, move in zip(counts, moved, strict=True)
         )
+
+
+def _share(given: Tensor, wanted: Tensor) -> Tensor:
+    return (given - wanted).square().sum() / wanted.square().sum().clamp_min(1e-300)
 
 
 def _round(flat: Tensor) -> Tensor:

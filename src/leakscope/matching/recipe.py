@@ -26,6 +26,16 @@ def several_steps(observation: Observation) -> bool:
     return local_steps(examples, facts.epochs, facts.batch_size) != 1 or facts.optimizer not in (None, "sgd")
 
 
+def plain_steps(observation: Observation) -> int | None:
+    """Return how many plain steps, each on all examples, made the update; None for other clients."""
+    facts, examples = observation.training, observation.num_examples
+    if not several_steps(observation):
+        return 1
+    if examples is None or facts.epochs is None or facts.batch_size is None or facts.batch_size < examples:
+        return None
+    return None if facts.optimizer not in (None, "sgd") or facts.momentum else facts.epochs
+
+
 def replay_recipe(observation: Observation) -> tuple[int, int, int, float] | None:
     """Examples, epochs, batch size and learning rate, where they are known and the optimiser can be replayed."""
     facts, examples = observation.training, observation.num_examples

@@ -45,6 +45,24 @@ def rmse_maxnorm(original: Tensor, reconstruction: Tensor) -> Tensor:
     return torch.where(largest > 0, squared / largest, squared).mean(dim=1).sqrt()
 
 
+def grain(pictures: Tensor) -> Tensor:
+    """Measure how much of each picture's variance is between neighbouring pixels: 0 is smooth, 1 is white noise.
+
+    The channels are those of (B, channels, height, width); a blank picture has none.
+
+    >>> noise = torch.rand((1, 3, 64, 64), generator=torch.Generator().manual_seed(0))
+    >>> ramp = torch.linspace(0, 1, 64).expand(1, 1, 64, 64)
+    >>> round(grain(noise).item(), 1), round(grain(ramp).item(), 1)
+    (1.0, 0.0)
+    """
+    wide = pictures.double()
+    steps = [wide.diff(dim=axis).square().flatten(1).mean(1) for axis in (2, 3) if wide.shape[axis] > 1]
+    variance = wide.flatten(2).var(2, correction=0).mean(1)
+    if not steps:
+        return torch.zeros_like(variance)
+    return torch.where(variance > 0, torch.stack(steps).mean(0) / (2 * variance), 0.0)
+
+
 def psnr(original: Tensor, reconstruction: Tensor, data_range: float = 1.0, cap: float | None = None) -> Tensor:
     """Peak signal-to-noise ratio in dB, 10 log10(R^2 / MSE) with R = ``data_range``; infinite, or ``cap``, at MSE 0.
 

@@ -68,7 +68,7 @@ class WeightedLayer:
             values = values[:, :, None]
         # One-dimensional convolutions have a first axis of length one.
         size, stride, dilation = ((1, *part)[-2:] for part in (module.kernel_size, module.stride, module.dilation))
-        before, after = _padding(module)
+        before, after = padding_of(module)
         if before == after:
             return F.unfold(values, size, dilation=dilation, padding=before, stride=stride)
         values = F.pad(values, (before[1], after[1], before[0], after[0]))
@@ -143,10 +143,13 @@ class GatedNetwork:
             values[later] = apply_step(step, [values[n] for n in step.sources], gate, bias=True)
         return Ahead(values, gates)
 
-    def received(self, number: int, value: Tensor, known: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    def received(
+        self, number: int, value: Tensor, known: Mapping[int, Tensor], watched: int | None = None
+    ) -> dict[int, Tensor]:
         """Return what ReLUs of ``known`` value receive that see the value of one step past other known values.
 
         Maxima of a ReLU's values are its value of the maxima, so that known ones are compared in front of it, too.
+        ``watched``: a step whose value, which is not known, is returned, too.
         """
         values, found, seen = {number: value, **known}, dict[int, Tensor](), {number}
         for later in range(number + 1, 1 + max(known, default=number)):
@@ -162,6 +165,8 @@ class GatedNetwork:
             values[later] = apply_step(step, held, _gate(step, held[0]), bias=True)
             if sees:
                 seen.add(later)
+            if later == watched:
+                found[later] = values[later]
         return found
 
     def relu_behind(self, number: int) -> int | None:
@@ -281,7 +286,12 @@ def apply_step(step: Step, values: list[Tensor], gate: Tensor | None, *, bias: b
     return result
 
 
-def _padding(module: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def padding_of(module: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the zeros that a convolution adds before and after its input, on two axes.
+
+    >>> padding_of(nn.Conv2d(1, 1, 4, padding="same"))
+    ((1, 1), (2, 2))
+    """
     if isinstance(module.padding, str):
         same = module.padding == "same"
         total = [d * (k - 1) if same else 0 for d, k in zip(module.dilation, module.kernel_size, strict=True)]

@@ -4,14 +4,18 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from leakscope.contracts.errors import UserError
-from leakscope.contracts.task import outputs_of
+from leakscope.contracts.task import Classification, Task, outputs_of
 from leakscope.models.split import Share, VerticalModel
 from leakscope.network.recorder import Call, output_replaced, probe, probe_input
+
+#: Relative difference up to which float32 outputs are those of a softmax: rounding leaves 1e-6.
+SAME = 1e-5
 
 
 @dataclass(frozen=True)
@@ -93,14 +97,50 @@ def structure(model: nn.Module, input_shape: tuple[int, ...]) -> Structure:
     return Structure(tuple(layers), tuple(record.outputs.shape[1:]), entries)
 
 
+#: What is behind the last linear layer: cross-entropy of log_softmax(z) is that of z, and that of softmax(z) is not.
+Tail = Literal["none", "log_softmax", "softmax", "other"]
+
+
 @dataclass(frozen=True)
 class Head:
-    """The linear layer that produces the logits; ``last``: nothing is behind it, no softmax or activation."""
+    """The last linear layer that runs, and what is behind it."""
 
     weight_name: str
     bias_name: str | None
     module_name: str
-    last: bool = True
+    tail: Tail = "none"
+
+    def gives_logits(self, task: Task) -> bool:
+        """Tell whether the loss of the model's outputs is the same loss of the layer's outputs.
+
+        >>> Head("weight", "bias", "", "log_softmax").gives_logits(Classification())
+        True
+        """
+        return self.tail == "none" or (self.tail == "log_softmax" and isinstance(task, Classification))
+
+    def follows_softmax(self, task: Task) -> bool:
+        """Tell whether the loss is the cross-entropy of probabilities: of softmax of softmax."""
+        return self.tail == "softmax" and isinstance(task, Classification)
+
+    def outputs(self, logits: Tensor) -> Tensor:
+        """Return the model's outputs for outputs of the layer, for any tail but "other"."""
+        if self.tail == "log_softmax":
+            return torch.log_softmax(logits, -1)
+        return torch.softmax(logits, -1) if self.tail == "softmax" else logits
+
+    def derivatives(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Differentiate the cross-entropy of the model's outputs by the layer's outputs, and by the model's.
+
+        >>> head, z = Head("weight", "bias", "", "softmax"), torch.zeros(1, 2, requires_grad=True)
+        >>> nn.functional.cross_entropy(torch.softmax(z, 1), torch.tensor([1])).backward()
+        >>> head.derivatives(z.detach(), torch.eye(2)[[1]])[0].tolist() == z.grad.tolist()
+        True
+        """
+        outputs = self.outputs(logits)
+        by_outputs = torch.softmax(outputs, -1) - targets
+        if self.tail != "softmax":
+            return by_outputs, by_outputs
+        return outputs * (by_outputs - (outputs * by_outputs).sum(-1, keepdim=True)), by_outputs
 
 
 def find_head(model: nn.Module, input_shape: tuple[int, ...], num_classes: int) -> Head:
@@ -108,7 +148,7 @@ def find_head(model: nn.Module, input_shape: tuple[int, ...], num_classes: int) 
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     >>> find_head(net, (1, 2, 2), 3)
-    Head(weight_name='3.weight', bias_name='3.bias', module_name='3', last=True)
+    Head(weight_name='3.weight', bias_name='3.bias', module_name='3', tail='none')
     """
     like, draws = probe_input(model, input_shape), torch.Generator().manual_seed(0)
     # Small and large inputs, so that outputs have either sign: a ReLU behind the head leaves positive ones alone.
@@ -134,8 +174,22 @@ def find_head(model: nn.Module, input_shape: tuple[int, ...], num_classes: int) 
             "does not hold its gradient; remove the parametrisation or give the labels"
         )
     bias_name = None if last.bias is None else names.get(id(last.bias))
-    is_last = torch.equal(record.calls[-1].output, record.outputs)
-    return Head(weight_name=weight_name, bias_name=bias_name, module_name=name, last=is_last)
+    tail = _tail(record.calls[-1].output, record.outputs)
+    return Head(weight_name=weight_name, bias_name=bias_name, module_name=name, tail=tail)
+
+
+def _tail(logits: Tensor, outputs: Tensor) -> Tail:
+    """Tell by their values what makes the model's outputs of the last linear layer's."""
+    if torch.equal(logits, outputs):
+        return "none"
+    known: tuple[tuple[Tail, Tensor], ...] = (
+        ("log_softmax", torch.log_softmax(logits, -1)),
+        ("softmax", torch.softmax(logits, -1)),
+    )
+    for tail, expected in known:
+        if expected.shape == outputs.shape and torch.allclose(outputs, expected, rtol=SAME, atol=SAME):
+            return tail
+    return "other"
 
 
 @dataclass(frozen=True, eq=False)

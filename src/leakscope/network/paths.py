@@ -27,7 +27,7 @@ def trace(model: nn.Module) -> fx.GraphModule:
         return fx.GraphModule(model, fx.Tracer().trace(model))
     # The model's code can fail on stand-ins in any way that code can.
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].split(". ")[0]
         raise NotApplicable(f"the model's code cannot be traced: {reason}") from error
 
 

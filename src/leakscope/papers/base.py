@@ -2,8 +2,11 @@
 
 import math
 import os
+import shlex
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from statistics import stdev
 from typing import Any, ClassVar, Literal
@@ -37,6 +40,47 @@ RULE = (
     f"tolerance of the published number or wholly beyond it; otherwise there are too few examples to tell. The "
     f"tolerance is the spread or rounding that the paper states, else {TOLERANCE:.0%} of its number."
 ).replace("%", " %")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Say which rows of a table are run, and on how many examples; by default all, on as many as the scale has."""
+
+    row: str = ""
+    count: int | None = None
+
+    def takes(self, line: "Line | Row") -> bool:
+        """Tell whether the text is in the row's setting or measure.
+
+        >>> Selection("mnist, idlg").takes(Line("MNIST, iDLG", "label accuracy (%)", 100.0))
+        True
+        """
+        return self.row.casefold() in f"{line.setting}, {line.measure}".casefold()
+
+
+_ALL = Selection()
+_SELECTED: ContextVar[Selection] = ContextVar("selected", default=_ALL)
+
+
+@contextmanager
+def selecting(chosen: Selection) -> Iterator[None]:
+    """Run tables with this selection for a while."""
+    token = _SELECTED.set(chosen)
+    try:
+        yield
+    finally:
+        _SELECTED.reset(token)
+
+
+def selected(lines: "Mapping[str, Line]") -> "dict[str, Line]":
+    """Return the lines that are to be run."""
+    return {name: line for name, line in lines.items() if _SELECTED.get().takes(line)}
+
+
+def wanted(count: int, each: int = 1) -> int:
+    """Return how many trials of ``each`` examples are run: those that were asked for, else the scale's ``count``."""
+    asked = _SELECTED.get().count
+    return count if asked is None else -(-asked // each)
 
 
 def machine() -> dict[str, str]:
@@ -112,15 +156,19 @@ class Reproduction:
     seconds: float = field(compare=False, default=0.0)
     pictures: tuple[PictureGrid, ...] = field(compare=False, default=())
     curves: tuple[Curves, ...] = field(compare=False, default=())
+    selection: Selection = Selection()
     versions: Mapping[str, str] = field(compare=False, default_factory=versions)
     machine: Mapping[str, str] = field(compare=False, default_factory=machine)
     rule: ClassVar[str] = RULE
 
     @property
     def command(self) -> str:
+        row, count = self.selection.row, self.selection.count
         if self.seed:
-            return f"leakscope.papers.reproduce({self.name!r}, {self.scale!r}, seed={self.seed})"
-        return f"leakscope reproduce {self.name} --scale {self.scale}"
+            more = f", row={row!r}" * bool(row) + f", count={count}" * (count is not None)
+            return f"leakscope.papers.reproduce({self.name!r}, {self.scale!r}, seed={self.seed}{more})"
+        more = f" --row {shlex.quote(row)}" * bool(row) + f" --n {count}" * (count is not None)
+        return f"leakscope reproduce {self.name} --scale {self.scale}{more}"
 
     @property
     def caption(self) -> str:
@@ -155,21 +203,26 @@ def short(values: Sequence[float], limit: int = SHORT) -> list[list[float | None
 
 @dataclass(frozen=True, kw_only=True)
 class PaperTable(Entry):
-    """Describe a published table. ``scales`` says in words what each scale runs.
+    """Describe a published table. ``scales`` says in words what each scale runs; of a ``counted`` one any number can.
 
     ``target(scale, seed, progress)`` returns the rows, or findings where there are pictures or curves too.
     """
 
     title: str
     scales: Mapping[str, str]
+    counted: bool = False
 
 
 def paper_tables(
-    paper: str, targets: Mapping[str, Callable[..., Any]], sizes: Mapping[str, Any] | None = None
+    paper: str,
+    targets: Mapping[str, Callable[..., Any]],
+    sizes: Mapping[str, Any] | None = None,
+    counted: Collection[str] = (),
 ) -> tuple[PaperTable, ...]:
     """Make tables of what ``published/tables.toml`` says of them and the functions that run them, by table.
 
-    ``sizes`` are the settings of each scale, whose fields its words may name.
+    ``sizes`` are the settings of each scale, whose fields its words may name; ``counted`` are the tables that ask
+    :func:`wanted` how many trials to run.
     """
     facts = shipped_table("leakscope.papers", "published/tables.toml")[paper]
     made = []
@@ -179,7 +232,8 @@ def paper_tables(
                 scale: text.format(**vars(sizes[scale])) if sizes else text for scale, text in table["scales"].items()
             }
             title, place = table["title"], f"{paper}/{name}"
-            made.append(PaperTable(place, targets[name], table["summary"], facts["source"], title=title, scales=scales))
+            more = {"title": title, "scales": scales, "counted": name in counted}
+            made.append(PaperTable(place, targets[name], table["summary"], facts["source"], **more))
     return tuple(made)
 
 
@@ -285,21 +339,26 @@ class Group:
 
 
 def measured_rows(groups: Iterable[Group], total: int, progress: Progress | None) -> list[Row]:
-    """Measure the rows of each group; ``progress`` is told of every trial out of ``total``."""
+    """Measure the rows of each group that are selected; ``progress`` is told of every trial out of ``total``."""
     rows: list[Row] = []
     done = 0
+    if _SELECTED.get().row:
+        known = list(groups)
+        groups = [group for group in known if selected(group.lines)]
+        run, of = (sum(not isinstance(group.trials, str) for group in some) for some in (groups, known))
+        total = round(total * run / max(1, of))
     for group in groups:
-        lines, trials = group.lines, group.trials
+        lines, trials = selected(group.lines), group.trials
         if isinstance(trials, str):
             rows += [line.not_run(trials) for line in lines.values()]
             continue
         values: dict[str, list[float]] = defaultdict(list)
         for trial in trials:
-            for name, value in trial.items():
-                values[name].append(value)
+            for name in trial.keys() & lines.keys():
+                values[name].append(trial[name])
             done += 1
             if progress is not None:
-                shown = values[group.main or next(iter(lines))]
+                shown = values[group.main if group.main in lines else next(iter(lines))]
                 progress(done, total, sum(shown) / len(shown))
-        rows += [lines[name].measured(numbers) for name, numbers in values.items()]
+        rows += [line.measured(values[name]) for name, line in lines.items() if name in values]
     return rows

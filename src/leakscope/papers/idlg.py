@@ -10,7 +10,7 @@ drawn without repetition from the test split.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,7 +20,17 @@ from leakscope.federation import FedSGD
 from leakscope.labels import idlg_label
 from leakscope.models import build_model
 from leakscope.network.layers import find_head
-from leakscope.papers.base import Group, Line, Progress, Row, attacked, examples_or_reason, measured_rows, paper_tables
+from leakscope.papers.base import (
+    Group,
+    Line,
+    Progress,
+    Row,
+    attacked,
+    examples_or_reason,
+    measured_rows,
+    paper_tables,
+    wanted,
+)
 
 MEASURE = "label accuracy (%)"
 #: Data set, its name in ``load_data`` (None: there is no reader), and the published accuracies in percent.
@@ -41,7 +51,7 @@ SCALES: Mapping[str, Scale] = {"smoke": Scale(3, 30), "small": Scale(20, 300), "
 
 
 def run(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
-    size = SCALES[scale]
+    size = replace(SCALES[scale], images=wanted(SCALES[scale].images))
     readable = {
         title: "no data" if name is None else examples_or_reason(name, split="test") for title, name, _ in PUBLISHED
     }
@@ -87,4 +97,4 @@ def _note(method: str, size: Scale) -> str:
     return words
 
 
-TABLES = paper_tables("idlg", {"labels": run}, SCALES)
+TABLES = paper_tables("idlg", {"labels": run}, SCALES, counted=("labels",))

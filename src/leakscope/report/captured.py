@@ -27,13 +27,28 @@ _STANDINGS: dict[str, str] = words.TEXTS["standings"]
 
 
 def confidence_words(result: Any) -> str:
-    """Say what a result may be taken for: by its certificates, else by what it leaves unexplained."""
-    if result.standing == "certified":
-        return str(words.TEXTS["captured"]["certified"])
+    """Say what a result may be taken for, and why: by its certificates, the truth, or what it leaves unexplained."""
+    texts, standing = words.TEXTS["captured"], result.standing
     least = min((one.unexplained for one in result.baselines if one.unexplained is not None), default=float("nan"))
-    told = _STANDINGS[result.standing].format(left=f"{result.unexplained or 0:.2g}", least=f"{least:.2g}")
-    doubtful = result.one_gradient and result.standing != "stands out"
-    return f"{told} {words.TEXTS['captured']['one-gradient']}" if doubtful else told
+    reasons = [_STANDINGS[standing].format(left=f"{result.unexplained or 0:.2g}", least=f"{least:.2g}")]
+    found = result.reconstruction
+    if standing != "certified":
+        if found.certified:
+            reasons.insert(0, texts["some-certified"].format(certified=found.certified, count=len(found.inputs)))
+        if result.lift is not None:
+            best, nothing = result.worst_off
+            reasons[-1] = texts["near"].format(best=best, nothing=nothing)
+        reasons += [texts["noise-like"]] if result.noise_like else []
+        if result.one_gradient and standing != "stands out":
+            reasons.append(texts["one-gradient"])
+    return f"{result.outcome.capitalize()}: {' '.join(reasons)}"
+
+
+def diagnosis_words(result: Any) -> tuple[str, str]:
+    """Return the diagnosis and its reason; what may not be the client's is not called recovered."""
+    diagnosis = result.reconstruction.diagnosis
+    claimed = diagnosis.outcome == "recovered" and result.outcome != "looks recovered"
+    return "update explained" if claimed else diagnosis.outcome, diagnosis.reason
 
 
 def assessment_line(result: Any) -> str:
@@ -70,8 +85,9 @@ def render_captured(result: Any, title: str, pictures: bool = False) -> str:
         "examples": _examples(result, pictures),
         "more": max(0, len(found.inputs) - MAX_SHOWN),
         "picture_note": channel_note(tuple(seen.input_shape)),
+        "diagnosis": diagnosis_words(result),
         "hidden": words.TEXTS["captured"]["hidden"] if result.truth is not None and not pictures else "",
-        "rows": [("what the attack recovered", result), *((BASELINES[one.name], one) for one in result.baselines)],
+        "rows": [("what the attack returned", result), *((BASELINES[one.name], one) for one in result.baselines)],
         "measured": MEASURED if result.evaluation is not None else {},
         "meanings": FLAGS,
         "entries": f"{sum(value.numel() for value in seen.message.update.values()):,}",
@@ -100,7 +116,7 @@ def _examples(result: Any, pictures: bool) -> list[dict[str, Any]]:
         labels = reconstruction.labels
         examples.append(
             {
-                "recovered": draw(value, alt=f"recovered input {number}", identity=f"r{number}", inputs=space),
+                "recovered": draw(value, alt=f"returned input {number}", identity=f"r{number}", inputs=space),
                 "blind": draw(drawn[number], alt=f"baseline {number}", identity=f"b{number}", inputs=space),
                 "original": original,
                 "label": None if labels is None else labels[number].tolist(),

@@ -19,9 +19,12 @@ from leakscope.results.verdict import Verdict, judge_store
 
 STRONGEST = "strongest for each example"
 NOTHING = words.DASH
+PRIVATE = "cannot be compared (private)"
 #: PSNR of the examples, and how many of them are certified.
 _Entry = tuple[list[float], int]
 _Table = dict[tuple[str, str, str], _Entry]
+#: Protocol and defence.
+_Setting = tuple[str, str]
 _Side = tuple[float, tuple[float, float], int, int]
 
 
@@ -29,11 +32,13 @@ _Side = tuple[float, tuple[float, float], int, int]
 class Comparison:
     """Mean PSNR of an attack in a setting in A and in B; NaN where one of them lacks it.
 
-    ``certified_a`` and ``certified_b`` count the examples with a certificate that holds, of any seed.
+    ``defense_b`` is that of B, another one where audits before and after a defence are compared. ``certified_a`` and
+    ``certified_b`` count the examples with a certificate that holds, of any seed.
     """
 
     protocol: str
     defense: str
+    defense_b: str
     attack: str
     psnr_a: float
     interval_a: tuple[float, float]
@@ -53,8 +58,13 @@ class Comparison:
         )
 
     @property
+    def place(self) -> tuple[str, str, str]:
+        return self.protocol, self.defense, self.defense_b
+
+    @property
     def setting(self) -> str:
-        return f"{self.protocol}, defence {self.defense}"
+        then = "" if self.defense_b == self.defense else f" in A, {self.defense_b} in B"
+        return f"{self.protocol}, defence {self.defense}{then}"
 
     @property
     def difference(self) -> float:
@@ -96,6 +106,7 @@ class _Audit:
     rows: list[Row]
     verdict: Verdict
     facts: dict[str, Any]
+    salt: str
 
     @classmethod
     def read(cls, directory: FileName) -> Self:
@@ -109,7 +120,7 @@ class _Audit:
                 "version": versions,
                 "jobs": {status: sum(row.status == status for row in rows) for status in ("done", "failed", "refused")},
             }
-            return cls(rows, judge_store(store), facts)
+            return cls(rows, judge_store(store), facts, str(store.meta("salt") or ""))
 
     @property
     def attempts(self) -> list[Row]:
@@ -143,7 +154,15 @@ class _Audit:
 
 def compare_differences(dir_a: FileName, dir_b: FileName) -> list[Difference]:
     """What the two audits have otherwise: keys of the spec, weights, data, versions, and how many jobs are done."""
-    return _differences(_Audit.read(dir_a).facts, _Audit.read(dir_b).facts)
+    return _between(_Audit.read(dir_a), _Audit.read(dir_b))
+
+
+def _between(first: _Audit, second: _Audit) -> list[Difference]:
+    """List what differs; fingerprints of private data have a salt for each folder, so that none is like another."""
+    found = _differences(first.facts, second.facts)
+    if first.salt == second.salt:
+        return found
+    return [Difference(one.name, PRIVATE, PRIVATE) if one.name == "data: fingerprint" else one for one in found]
 
 
 def _differences(first: Any, second: Any, name: str = "") -> list[Difference]:
@@ -183,6 +202,8 @@ def compare_tables(dir_a: FileName, dir_b: FileName) -> list[Comparison]:
 
     An attack's PSNR is its mean over seeds for each example, then over the examples; controls do not count. Attacks
     are matched by name where it is unique in both audits, so that hyper-parameters can be compared, else by repr.
+    Where the audits share no defence under a protocol and one of them has a single one, as before and after a defence,
+    this one stands beside each of the other's.
     """
     return _compared(_Audit.read(dir_a), _Audit.read(dir_b))
 
@@ -190,10 +211,29 @@ def compare_tables(dir_a: FileName, dir_b: FileName) -> list[Comparison]:
 def _compared(first: _Audit, second: _Audit) -> list[Comparison]:
     crowded = first.crowded() | second.crowded()
     table_a, table_b = first.table(crowded), second.table(crowded)
-    places = list(dict.fromkeys((*table_a, *table_b)))
-    settings = list(dict.fromkeys((protocol, defense) for protocol, defense, _ in places))
-    places.sort(key=lambda place: (settings.index(place[:2]), place[2] != STRONGEST))
-    return [Comparison(*(*place, *_side(table_a.get(place)), *_side(table_b.get(place)))) for place in places]
+    attacks = {
+        place: list(dict.fromkeys(key[2] for key in (*table_a, *table_b) if key[:2] in place))
+        for place in _paired(table_a, table_b)
+    }
+    lines = []
+    for (before, after), names in attacks.items():
+        for attack in sorted(names, key=lambda name: name != STRONGEST):
+            sides = *_side(table_a.get((*before, attack))), *_side(table_b.get((*after, attack)))
+            lines.append(Comparison(*(*before, after[1], attack, *sides)))
+    return lines
+
+
+def _paired(table_a: _Table, table_b: _Table) -> list[tuple[_Setting, _Setting]]:
+    """Pair the settings of A and B by protocol and defence; by protocol alone before and after a defence."""
+    in_a, in_b = (list(dict.fromkeys(place[:2] for place in table)) for table in (table_a, table_b))
+    pairs: list[tuple[_Setting, _Setting]] = []
+    for protocol in dict.fromkeys(name for name, _ in (*in_a, *in_b)):
+        first, second = ([one for one in settings if one[0] == protocol] for settings in (in_a, in_b))
+        if first and second and not {*first} & {*second} and 1 in (len(first), len(second)):
+            pairs += [(before, after) for before in first for after in second]
+        else:
+            pairs += [(one, one) for one in dict.fromkeys((*first, *second))]
+    return pairs
 
 
 def _side(entry: _Entry | None) -> _Side:
@@ -212,11 +252,11 @@ def compare(directories: Sequence[FileName]) -> str:
     context = {
         "measure": MEASURES["psnr"],
         "audits": list(zip("AB", folder_names(directories), outcomes, strict=True)),
-        "differences": _differences(first.facts, second.facts),
+        "differences": _between(first, second),
         "shared": [line for line in lines if line.examples_a and line.examples_b],
         "alone": [line for line in lines if not (line.examples_a and line.examples_b)],
         "protocols": short_names((line.protocol for line in lines), parts),
-        "defenses": short_names((line.defense for line in lines), parts),
+        "defenses": short_names((name for line in lines for name in (line.defense, line.defense_b)), parts),
         "strongest": STRONGEST,
     }
     return fill("compare.html.j2", context)

@@ -15,7 +15,8 @@ from leakscope import __version__
 from leakscope.contracts.certificate import Certificate
 from leakscope.contracts.tables import shipped_text
 from leakscope.metrics import MEASURES
-from leakscope.report.sentences import reason_text, shared_reasons
+from leakscope.report.audited import audited_lines
+from leakscope.report.sentences import advice_text, reason_text, shared_reasons
 from leakscope.results.defense_study import Study, StudyRow, study_store
 from leakscope.results.reasons import Scenario
 from leakscope.results.records import ExampleRecord, FindingRow, Row, mapping, mean, plain, without_folders
@@ -47,8 +48,13 @@ def schema(kind: str) -> dict[str, Any]:
     return found
 
 
-def audit_document(store: Store, verdict: Verdict, files: Mapping[str, str]) -> dict[str, Any]:
-    """An audit: verdict, settings, every job and finding. ``files`` says where folder and report are."""
+def audit_document(
+    store: Store, verdict: Verdict, files: Mapping[str, str], command: str | None = None
+) -> dict[str, Any]:
+    """An audit: verdict, settings, every job and finding. ``files`` says where folder and report are.
+
+    ``command`` is what to type next.
+    """
     settings = verdict.settings
     names = {setting.scenario: setting.name for setting in settings}
     rows = store.rows()
@@ -57,7 +63,8 @@ def audit_document(store: Store, verdict: Verdict, files: Mapping[str, str]) -> 
         "exit_code": verdict.exit_code,
         "summary": str(verdict),
         "reasons": [dataclasses.asdict(reason) for reason in shared_reasons(verdict)],
-        "audited": store.meta("audited") or [],
+        "advice": _advice(verdict, command),
+        "audited": audited_lines(store, rows, verdict),
         "model": _some(store.meta("model"), _MODEL),
         "data": _some(store.meta("data"), _DATA),
         "threat_model": store.meta("threat_model") or [],
@@ -116,6 +123,14 @@ def csv_text(lines: Sequence[Mapping[str, Any]]) -> str:
     return stream.getvalue()
 
 
+def _advice(verdict: Verdict, command: str | None) -> dict[str, Any] | None:
+    """What to do next, in words, as changes of the spec and as a command."""
+    advice = verdict.advice
+    if advice is None:
+        return None
+    return {"kind": advice.kind, "text": advice_text(verdict), "changes": advice.changes, "command": command}
+
+
 def _some(facts: Any, keys: Iterable[str]) -> dict[str, Any]:
     return {key: mapping(facts).get(key) for key in keys}
 
@@ -128,6 +143,7 @@ def _setting(setting: SettingVerdict, names: Mapping[Scenario, str]) -> dict[str
         "name": setting.name,
         "title": setting.short,
         **{name: getattr(setting, name) for name in (*place, *numbers, *counts)},
+        "scale": None if setting.scale is None else dataclasses.asdict(setting.scale),
         "remarks": [reason_text(remark) for remark in setting.remarks],
         "certified": sum(example.certified for example in setting.examples),
         "reasons": [reason.as_dict() for reason in setting.reasons],

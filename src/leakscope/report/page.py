@@ -11,19 +11,20 @@ import yaml
 from leakscope.contracts.disk import atomic_write
 from leakscope.metrics import MEASURES
 from leakscope.report import settings, words
+from leakscope.report.audited import audited_lines
 from leakscope.report.defense_study import study_section
 from leakscope.report.export import csv_text, study_table
 from leakscope.report.findings import costs_section, embedding_section, updates_section
 from leakscope.report.limits import limits_section
 from leakscope.report.pictures import Gallery
-from leakscope.report.sentences import REMEDIES, SharedReason, by_remedy, shared_remarks
+from leakscope.report.sentences import REMEDIES, SharedReason, advice_text, by_remedy, shared_remarks
 from leakscope.report.settings import matrix_section
 from leakscope.report.template import FileName, fill, write_page
 from leakscope.results.defense_study import study_store
 from leakscope.results.policy import Policy
-from leakscope.results.records import FindingRow, Row, counted, highest, items, mapping, number, texts
+from leakscope.results.records import FindingRow, Row, counted, highest, mapping, number, texts
 from leakscope.results.store import Store
-from leakscope.results.verdict import Verdict, judge_store, summarise
+from leakscope.results.verdict import Verdict, judge_store, left_out, summarise
 
 MAX_DAMAGE = 5
 #: The table of a defence study, beside the store.
@@ -72,7 +73,8 @@ def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict
         "title": title,
         "subtitle": subtitle,
         "outcome": verdict.outcome,
-        "audited": [mapping(line) for line in items(store.meta("audited")) if mapping(line).get("text")],
+        "audited": audited_lines(store, rows, verdict),
+        "advice": advice_text(verdict),
         "reasons": by_remedy(verdict, _damage(store)),
         "remarks": shared_remarks(verdict),
         "policy": policy_lines(policy),
@@ -97,7 +99,7 @@ def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict
         "curves": settings.curves_section(store, rows),
         "jobs": settings.jobs_section(rows, meta["data"]),
         "findings": findings,
-        "fates": settings.fates(findings, meta["plan"].get("findings")),
+        "fates": settings.fates(findings, _findings_planned(meta["plan"])),
         "names": {setting.scenario: setting.name for setting in named},
         "flags": sorted(Counter(flag for row in rows for flag in set(row.flags)).items()),
         "measures": MEASURES.values(),
@@ -147,8 +149,14 @@ def progress(rows: Sequence[Row], plan: Mapping[str, Any]) -> dict[str, Any]:
     count = {status: sum(row.status == status for row in rows) for status in ("done", "failed", "refused")}
     total = plan.get("total")
     planned = total if isinstance(total, int) and total >= len(rows) else len(rows)
-    controls = sum(not row.counts for row in rows)
-    return {**count, "planned": planned, "missing": planned - len(rows), "controls": controls}
+    controls, stopped = sum(not row.counts for row in rows), left_out(plan, "stopped")[1]
+    missing = max(0, planned - len(rows) - stopped)
+    return {**count, "planned": planned, "missing": missing, "stopped": stopped, "controls": controls}
+
+
+def _findings_planned(plan: Mapping[str, Any]) -> int | None:
+    planned, stopped = plan.get("findings"), left_out(plan, "stopped")[0]
+    return planned - sum(findings for _, findings in stopped.values()) if isinstance(planned, int) else None
 
 
 def _provenance(store: Store, rows: Sequence[Row], findings: Sequence[FindingRow]) -> dict[str, Any]:

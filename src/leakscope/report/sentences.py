@@ -11,6 +11,7 @@ from leakscope.contracts.certificate import Certificate
 from leakscope.contracts.reconstruction import FLAG_REMEDIES, RECOVERED
 from leakscope.contracts.tables import in_words
 from leakscope.metrics import MEASURES
+from leakscope.report.options import typed_options, word_of
 from leakscope.report.words import TEXTS, fixed, short
 from leakscope.results.reasons import Reason, Remedy, because
 from leakscope.results.records import NAN, FindingRow, Row, Status, counted, finding_words
@@ -23,6 +24,8 @@ IN_A_PARAGRAPH = 3
 #: The sentence of each reason and, with its arguments, of each remedy.
 REASONS: Mapping[str, str] = TEXTS["reasons"]
 REMEDIES: Mapping[str, str] = TEXTS["remedies"]
+EXAMPLES: Mapping[str, str] = TEXTS["examples"]
+ADVICE: Mapping[str, str] = TEXTS["advice"]
 #: From here on an input is recovered (dB).
 RECOVERED_PSNR = -20 * math.log10(RECOVERED)
 
@@ -96,11 +99,48 @@ def _(reason: Reason) -> str:
 
 @in_words.register
 def _(remedy: Remedy) -> str:
-    sentences = []
-    for one in remedy.alternatives:
-        waivers = " ".join(f"--waive {name}" for name in one.arguments.get("attacks", ()))
-        sentences.append(REMEDIES[one.kind].format(**{**one.arguments, "waivers": waivers}))
+    sentences = [REMEDIES[one.kind].format(**_told_of(one)) for one in remedy.alternatives]
     return ". Or ".join([sentences[0], *(text[0].lower() + text[1:] for text in sentences[1:])])
+
+
+def _told_of(remedy: Remedy) -> dict[str, Any]:
+    arguments, options = remedy.arguments, typed_options(remedy.changes or {})
+    points = [f"{value:g}" for value in arguments.get("measured", ())]
+    measured = f" (in the defence study they cost {in_a_row(points)} points of accuracy)" if points else ""
+    return {
+        **arguments,
+        "how": f": {options}" if options else EXAMPLES.get(remedy.kind, "") if remedy.changes is None else "",
+        "waivers": " ".join(f"--waive {name}" for name in arguments.get("attacks", ())),
+        "defences": ", ".join(map(word_of, arguments.get("defenses", ()))),
+        "study": measured,
+    }
+
+
+def in_a_row(words: Sequence[str]) -> str:
+    """Join words as a sentence does.
+
+    >>> in_a_row(["5", "6", "18"]), in_a_row(["5"])
+    ('5, 6 and 18', '5')
+    """
+    return " and ".join(one for one in (", ".join(words[:-1]), *words[-1:]) if one)
+
+
+def advice_text(verdict: Verdict) -> str:
+    """Say what to do next in one sentence; empty where nothing is, or where nobody says what was asked for."""
+    advice, told = verdict.advice, ADVICE
+    if advice is None or advice.kind == "nothing":
+        return ""
+    if advice.kind == "undecidable":
+        names = verdict.names
+        places = [(names.get(one.scenario) if one.scenario else None, reason_text(one)) for one in advice.open]
+        lines = [f"{place}: {text}" if place else text for place, text in places]
+        return told["undecidable"].format(reasons="; ".join(dict.fromkeys(lines[:IN_A_PARAGRAPH])))
+    if advice.changes is None:
+        return ""
+    options = typed_options(advice.changes)
+    text = told["options"].format(options=options) if options else told["again"]
+    whole = told["budget"] if "budget" in advice.changes else ""
+    return f"{text}{whole}{told['folder'] if advice.new_folder else ''}."
 
 
 def flag_remedy(flag: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -32,11 +32,15 @@ class InScenario:
 
 @dataclass(frozen=True)
 class Remedy:
-    """Say what can be done about a reason: the kind of action, its arguments, and the next best remedy."""
+    """Say what can be done about a reason: the kind of action, its arguments, and the next best remedy.
+
+    ``changes`` of the spec make an audit that tries it; None where it is for a person to do.
+    """
 
     kind: str
     arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)
     otherwise: Remedy | None = None
+    changes: Mapping[str, Any] | None = field(default=None, hash=False)
 
     @property
     def alternatives(self) -> list[Remedy]:
@@ -88,7 +92,10 @@ class Reason:
             **facts,
             "scenario": None if self.scenario is None else self.scenario._asdict(),
             "remedy": "" if self.remedy is None else str(self.remedy),
-            "remedies": [{"kind": remedy.kind, "arguments": dict(remedy.arguments)} for remedy in remedies],
+            "remedies": [
+                {"kind": remedy.kind, "arguments": dict(remedy.arguments), "changes": remedy.changes}
+                for remedy in remedies
+            ],
         }
 
     def __str__(self) -> str:
@@ -103,7 +110,13 @@ def because(code: str, *remedies: str | Remedy, **facts: Any) -> Reason:
     (True, ['more-steps', 'stronger-defence'])
     """
     unknown = {name: None for name, value in facts.items() if isinstance(value, float) and math.isnan(value)}
+    remedy = chained([Remedy(one) if isinstance(one, str) else one for one in remedies])
+    return Reason(code=code, remedy=remedy, **{**facts, **unknown})
+
+
+def chained(remedies: Sequence[Remedy]) -> Remedy | None:
+    """Return the first remedy with the others as its alternatives; None where there is none."""
     remedy: Remedy | None = None
     for one in reversed(remedies):
-        remedy = dataclasses.replace(Remedy(one) if isinstance(one, str) else one, otherwise=remedy)
-    return Reason(code=code, remedy=remedy, **{**facts, **unknown})
+        remedy = dataclasses.replace(one, otherwise=remedy)
+    return remedy

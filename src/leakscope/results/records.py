@@ -280,6 +280,12 @@ class Row:
         return self.status == "refused" and self.reason.startswith("MissingKnowledge")
 
     @property
+    def lacks(self) -> tuple[str, ...]:
+        """Return what the attack asks for and the threat model withholds."""
+        found = re.search(r"needs to know ([\w, ]+), which", self.reason) if self.starved else None
+        return tuple(found[1].split(", ")) if found else ()
+
+    @property
     def counts(self) -> bool:
         """Check that it is an attempt, and no control."""
         return self.job.control is None

@@ -27,10 +27,12 @@ from leakscope.results.coverage import (
 from leakscope.results.policy import Limit, Policy
 from leakscope.results.reasons import InScenario, Reason, Remedy, Scenario, because
 from leakscope.results.records import NAN, ExampleRecord, Row, best, highest, mean
+from leakscope.results.scale import Scale
 
 Outcome = Literal["leaks", "within policy", "inconclusive", "nothing audited"]
-#: Where the policy does not limit it, identification this much above chance is a doubt.
-_IDENTIFIED_ABOVE_CHANCE = 0.5
+#: Where the policy does not limit it, identification this much above chance is a doubt (share). A limit of as much
+#: makes a leak of it, for then more than this share are identified.
+IDENTIFIED_ABOVE_CHANCE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +122,8 @@ class SettingVerdict(InScenario):
     label_baseline: float = NAN
     #: Why what the attacks did not recover means nothing; None where it means something, or where they recovered.
     weakness: Reason | None = None
+    #: How large the defence's change is beside the update; None where nobody measured it.
+    scale: Scale | None = None
     flags: list[str] = field(default_factory=list)
     done: int = 0
     failed: int = 0
@@ -153,7 +157,8 @@ class Expected:
     """Say what was planned for a setting; 0 where nobody says.
 
     ``budget``: the time budget that ended first, in words. ``spared``: attempts on examples that had been recovered
-    exactly before. ``required``: the attacks without which nothing passes; None where the plan does not say.
+    exactly before. ``stopped``: attempts that were not made because the scenario exceeded the policy before.
+    ``required``: the attacks without which nothing passes; None where the plan does not say.
     """
 
     attempts: int
@@ -162,6 +167,7 @@ class Expected:
     findings_missing: int = 0
     budget: str | None = None
     spared: int = 0
+    stopped: int = 0
     required: frozenset[str] | None = None
 
 
@@ -181,7 +187,7 @@ class Judge:
     ) -> None:
         self.scenario, self.defended = scenario, scenario.defense != "none"
         self.rows, self.policy, self.expected = rows, policy, expected
-        self.missing = max(0, expected.attempts - expected.spared - len(rows))
+        self.missing = max(0, expected.attempts - expected.spared - expected.stopped - len(rows))
         self.baselines, self.strength, self.allowed = baselines, strength, allowed
         self.done = [row for row in rows if row.status == "done"]
         self.tries: dict[int, list[StrongestExample]] = defaultdict(list)
@@ -195,7 +201,7 @@ class Judge:
         measured = [e for e in self.strongest if e.index not in self.unrecognisable]
         self.identification = mean([float(self.recognised[e.index]) for e in measured])
         # Of shares, what is still missing might lower them: by the limits they are shares of all that was planned.
-        least = expected.examples if self.missing else 0
+        least = expected.examples if self.missing or expected.stopped else 0
         certain = sum(self.recognised[e.index] for e in measured) / max(len(measured), least, 1)
         self.labels = label_share(self.done, label_chance, least)
         self.shares = {"identification": Share(self.identification, certain), "label_accuracy": self.labels}
@@ -284,7 +290,7 @@ class Judge:
         if self.policy.max_identification is not None and self.unrecognisable:
             doubts.append(because("identification-unmeasured", "more-data", drop, measure="identification"))
         chance = self.baselines.identification
-        if self.policy.max_identification is None and self.identification - chance > _IDENTIFIED_ABOVE_CHANCE:
+        if self.policy.max_identification is None and self.identification - chance > IDENTIFIED_ABOVE_CHANCE:
             # Poor pixels may still give a person away: that is no leak by this policy, but no pass either.
             facts = {"measure": "identification", "value": self.identification, "baseline": chance}
             doubts.append(because("identified-above-chance", define, **facts))
@@ -335,7 +341,7 @@ class Judge:
         weak = self._weakness() is not None
         gap = None if weak else gap_doubt(self.allowed, highest(e.psnr for e in self.strongest), self.policy)
         doubts = [doubt for doubt in (self.coverage.unexplained(), gap) if doubt is not None]
-        names = [] if self.missing or self.expected.spared else self.coverage.not_run
+        names = [] if self.missing or self.expected.spared or self.expected.stopped else self.coverage.not_run
         if names:
             remedies = "standard-attacks", Remedy("waive", {"attacks": tuple(names)})
             doubts.append(because("standard-not-run", *remedies, names=tuple(names)))
@@ -363,13 +369,14 @@ class Judge:
     def _doubts_of_jobs(self) -> list[Reason]:
         """Count jobs without a result only where they stand in the way of a pass."""
         broken = [row for row in self.rows if self.coverage.matters(row)]
-        failed, lacking = sum(row.status == "failed" for row in broken), sum(row.starved for row in broken)
+        failed, starved = sum(row.status == "failed" for row in broken), [row for row in broken if row.starved]
+        wanted = tuple(sorted({name for row in starved for name in row.lacks}))
         waiting = self.missing and self.expected.budget is not None and not self.rows
         doubts = {
             because("no-result", "other-attacks"): not self.done and not waiting,
             because("job-failed", "retry", count=failed): failed,
             # A closed form that does not fit the model is no gap; an attack the threat model starves is one.
-            because("job-starved", "grant-knowledge", count=lacking): lacking,
+            because("job-starved", "grant-knowledge", count=len(starved), names=wanted): starved,
         }
         return [*(doubt for doubt, told in doubts.items() if told), *self._doubts_of_what_is_missing()]
 
@@ -380,6 +387,7 @@ class Judge:
             because("attempts-missing", remedy, count=self.missing, total=total, budget=budget): self.missing,
             because("findings-missing", remedy, count=lost, budget=budget): lost,
             because("spared", "without-budget", count=expected.spared): expected.spared,
+            because("stopped", "whole-scenario", count=expected.stopped, total=total): expected.stopped,
         }
         return [doubt for doubt, told in doubts.items() if told]
 

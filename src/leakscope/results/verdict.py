@@ -24,6 +24,7 @@ from typing import Any
 
 from leakscope.contracts.tables import data_frame, html_table, in_words, latex_table
 from leakscope.metrics import MEASURES, Measure, interval
+from leakscope.results.advice import Advice, Adviser, Asked
 from leakscope.results.baselines import Baselines
 from leakscope.results.coverage import AttackStrength, allowed_psnr
 from leakscope.results.names import Part, parts_of, short_names
@@ -42,6 +43,7 @@ from leakscope.results.records import (
     plain,
     texts,
 )
+from leakscope.results.scale import read_scales
 from leakscope.results.setting_verdict import Expected, Judge, Outcome, SettingVerdict, StrongestExample
 from leakscope.results.store import Store
 
@@ -56,6 +58,8 @@ class Verdict:
     reasons: list[Reason] = field(default_factory=list)
     settings: list[SettingVerdict] = field(default_factory=list)
     worst: StrongestExample | None = None
+    #: What to do next; None where nobody says what was asked for.
+    advice: Advice | None = None
     #: Every protocol, defence and attack by its repr.
     parts: Mapping[str, Part] = field(default_factory=dict, repr=False, compare=False)
 
@@ -106,7 +110,7 @@ class Verdict:
 
 def judge_store(store: Store) -> Verdict:
     """Judge everything ``store`` holds under its own policy; missing jobs are noticed."""
-    return judge(store.rows(), store.meta("policy"), store.meta("plan"), store.findings())
+    return judge(store.rows(), store.meta("policy"), store.meta("plan"), store.findings(), store.meta("spec"))
 
 
 def judge(
@@ -114,8 +118,12 @@ def judge(
     policy: Policy | Mapping[str, Any] | None = None,
     plan: Mapping[str, Any] | int | None = None,
     findings: Iterable[FindingRow] = (),
+    spec: Mapping[str, Any] | None = None,
 ) -> Verdict:
-    """Judge ``rows`` and ``findings``. With ``plan`` (the store's, or a number of jobs) missing jobs are noticed."""
+    """Judge ``rows`` and ``findings``. With ``plan`` (the store's, or a number of jobs) missing jobs are noticed.
+
+    With ``spec`` (the store's) remedies are changes of it, none of which was made already.
+    """
     limits = policy if isinstance(policy, Policy) else Policy(**(policy or {}))
     rows = list(rows)
     known: Mapping[str, Any] = plan if isinstance(plan, Mapping) else {"total": plan or 0}
@@ -124,6 +132,7 @@ def judge(
     total, cells, with_floor = _expectations(rows, known, limits)
     floors = {finding.scenario: allowed_psnr(finding) for finding in findings if finding.kind == "floor"}
     label_chance = number(known.get("label_chance"))
+    scales = read_scales(known)
     settings = []
     for protocol in dict.fromkeys(cell.protocol for cell in cells):
         baselines = Baselines(row for row in rows if not row.counts and row.job.protocol == protocol)
@@ -135,10 +144,11 @@ def judge(
                 expected = dataclasses.replace(planned, findings_missing=max(0, left))
                 chance = label_chance if not math.isnan(label_chance) else baselines.label_accuracy
                 judge_ = Judge(cell, attempts, baselines, strength, floors.get(cell, NAN), limits, expected, chance)
-                settings.append(judge_.verdict())
+                settings.append(dataclasses.replace(judge_.verdict(), scale=scales.get(cell)))
     settings.sort(key=lambda setting: list(cells).index(setting.scenario))
     reasons = [reason for setting in settings for reason in setting.reasons]
-    doubts = _doubts_of_all(rows, total - _spared(known)[1], settings, _ended_budget(known))
+    skipped = sum(left_out(known, why)[1] for why in ("spared", "stopped"))
+    doubts = _doubts_of_all(rows, total - skipped, settings, _ended_budget(known))
     every = [example for setting in settings for example in setting.examples]
     outcomes = {setting.outcome for setting in settings}
     outcome: Outcome = "leaks" if "leaks" in outcomes else "inconclusive"
@@ -147,7 +157,14 @@ def judge(
     elif outcomes == {"within policy"} and not doubts:
         outcome = "within policy"
     worst = max(every, key=lambda example: (example.leaks, example.exposure), default=None)
-    return Verdict(outcome=outcome, reasons=[*reasons, *doubts], settings=settings, worst=worst, parts=parts_of(rows))
+    reasons, advice = [*reasons, *doubts], None
+    if isinstance(spec, Mapping):
+        adviser = Adviser(Asked.read(spec, known, limits), {one.scenario: one.outcome for one in settings})
+        settings = [dataclasses.replace(one, reasons=[*map(adviser.settle, one.reasons)]) for one in settings]
+        reasons = [*map(adviser.settle, reasons)]
+        advice = adviser.advise(outcome, reasons)
+    told: dict[str, Any] = {"settings": settings, "worst": worst, "advice": advice, "parts": parts_of(rows)}
+    return Verdict(outcome=outcome, reasons=reasons, **told)
 
 
 def _doubts_of_all(rows: list[Row], total: int, settings: list[SettingVerdict], budget: str | None) -> list[Reason]:
@@ -166,12 +183,18 @@ def _ended_budget(plan: Mapping[str, Any]) -> str | None:
     return budget if isinstance(budget, str) else None
 
 
-def _spared(plan: Mapping[str, Any]) -> tuple[dict[Scenario, int], int]:
-    """Count attempts that a time budget was not spent on, by setting, and all such jobs with their controls."""
-    told = mapping(plan.get("spared"))
-    attempts = [mapping(entry) for entry in told.get("attempts") or ()]
-    cells = {Scenario(str(entry["protocol"]), str(entry["defense"])): int(entry["jobs"]) for entry in attempts}
-    return cells, sum(cells.values()) + int(told.get("controls") or 0)
+def left_out(plan: Mapping[str, Any], why: str) -> tuple[dict[Scenario, tuple[int, int]], int]:
+    """Count attempts and findings that were not made on purpose, by scenario, and all such jobs but findings.
+
+    ``spared``: a time budget was not spent on them. ``stopped``: their scenario exceeded the policy before.
+    """
+    told = mapping(plan.get(why))
+    entries = [mapping(entry) for entry in told.get("attempts") or ()]
+    cells = {
+        Scenario(str(entry["protocol"]), str(entry["defense"])): (int(entry["jobs"]), int(entry.get("findings", 0)))
+        for entry in entries
+    }
+    return cells, sum(jobs for jobs, _ in cells.values()) + int(told.get("controls") or 0)
 
 
 def _expectations(
@@ -187,12 +210,14 @@ def _expectations(
     total = max((row.position + 1 for row in rows), default=0)
     total, entries = max(total, int(plan.get("total", 0))), plan.get("settings", [])
     facts: dict[str, Any] = {"examples": int(plan.get("examples", 0)), "budget": _ended_budget(plan)}
-    (spared, _), standard, waived = _spared(plan), mapping(plan.get("standard")), set(policy.waive)
+    (spared, _), (stopped, _) = left_out(plan, "spared"), left_out(plan, "stopped")
+    standard, waived = mapping(plan.get("standard")), set(policy.waive)
     cells = {
         cell: Expected(
             int(entry["jobs"]),
-            findings=int(entry.get("findings", 0)),
-            spared=spared.get(cell, 0),
+            findings=int(entry.get("findings", 0)) - stopped.get(cell, (0, 0))[1],
+            spared=spared.get(cell, (0, 0))[0],
+            stopped=stopped.get(cell, (0, 0))[0],
             # Standard attacks that the policy does not waive; plans of older versions do not name them.
             required=None if (names := standard.get(entry["protocol"])) is None else frozenset(texts(names)) - waived,
             **facts,

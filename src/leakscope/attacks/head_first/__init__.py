@@ -1,7 +1,7 @@
 """Head first: the strongest attack of the house on trained networks, in batches, with repeated labels.
 
 An attack of this project's own: a list of stages, each of which adds to what is known or proposes candidates; the best
-candidate is the result. docs/strength.md explains and measures them.
+candidate is the result. docs/strength.md explains and measures them, docs/exact-inversion.md steps 0 and 3.
 
 0. *Solve the patch embedding* of one image behind a ViT with learned positions: one least squares, for the gradient of
    the positions is the signal at the embedding's outputs (:mod:`leakscope.equations.patch_embedding`).

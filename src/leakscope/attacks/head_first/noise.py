@@ -171,7 +171,9 @@ def _leading(observation: Observation) -> Tensor | None:
     except ValueError:
         return None
     update = observation.message.update
-    if not head.last or head.bias_name is None or not {head.weight_name, head.bias_name} <= set(update):
+    if not head.gives_logits(observation.task):
+        return None
+    if head.bias_name is None or not {head.weight_name, head.bias_name} <= set(update):
         return None
     direction = torch.linalg.svd(update[head.weight_name].double(), full_matrices=False).U[:, 0]
     return (direction * (direction @ update[head.bias_name].double()))[None]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from leakscope.attacks.candidates import Candidate, Stage, certify, gives_update
+from leakscope.attacks.candidates import REPLAYED, Candidate, Stage, certify, gives_update
 from leakscope.attacks.gradient_matching import several_steps
 from leakscope.attacks.head_first.case import Case
 from leakscope.attacks.head_first.convolutions import LEFT
@@ -24,6 +24,7 @@ from leakscope.matching import GradientMap
 from leakscope.matching.determinacy import ACCURATE
 from leakscope.matching.gradient_map import affordable_steps
 from leakscope.matching.refinement import Refined, noise_levels, refine
+from leakscope.matching.unexplained import explain
 from leakscope.network.patches import PatchEmbedding, find_patches
 from leakscope.network.recorder import Call, record_layers
 
@@ -86,7 +87,11 @@ class SolvePatches(Stage[Case]):
         if found.proved or (explained and solved.error <= SETTLING):
             yield dataclasses.replace(found, residual=solved.residual, settles=True)
             return
-        left = math.inf if labels is None else case.distance(inputs, labels)
+        # Clipping changes the length of an update, and nothing else.
+        left = math.inf if labels is None else explain(seen, inputs, labels).left_at_best_length
+        if left <= REPLAYED and solved.error <= SETTLING:
+            yield dataclasses.replace(found, distance=left, residual=left, certificates=(), settles=True)
+            return
         if labels is not None and left > LEFT:  # patches of noise leave 1 and more
             case.notes.append(f"the patch embedding was solved, but its image leaves {left:.0%} of the update")
             return

@@ -224,7 +224,8 @@ class PlayedClient:
                 f"the client's recipe cannot be replayed: {', '.join(unknown)} not known. Grant local_epochs, "
                 "batch_size and learning_rate in the knowledge"
             )
-        model = observation.defense.protect_copy(client_copy(observation.model, observation.batchnorm))
+        client = client_copy(observation.model, observation.batchnorm, observation.dropout)
+        model = observation.defense.protect_copy(client)
         return cls(observation, observation.defense, model, copy.deepcopy(model.state_dict()))
 
     def update(self, x: Tensor, y: Tensor, generator: torch.Generator) -> Gradient:

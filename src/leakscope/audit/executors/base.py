@@ -4,14 +4,15 @@ import dataclasses
 import pickle
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from leakscope.audit.agenda import Agenda, Budget, Queue
 from leakscope.audit.attempts import Advance, Bench, Outcome
-from leakscope.audit.estimate import SILENT_SECONDS, Estimator, try_out
-from leakscope.audit.plan import Budget, Job
+from leakscope.audit.estimate import AUDIT_PATIENCE, Estimator, try_out
+from leakscope.audit.forecast import START_SECONDS
+from leakscope.audit.plan import Job
 from leakscope.audit.setup import Setup, torch_threads
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.settings import Setting, settings_of
@@ -23,6 +24,8 @@ Record = Callable[[Job, Outcome], None]
 
 #: Seconds between two words on how far a job is.
 ADVANCE_SECONDS = 0.2
+#: Times the seconds of a trial after which a worker is stopped that does not heed the alarm.
+TRIAL_PATIENCE = 8
 #: Workers that die before they are ready, one after the other, until the audit gives up.
 STARTS_IN_A_ROW = 3
 
@@ -35,14 +38,14 @@ class ExecutorError(UserError):
 class Executor(ABC):
     """Run ``workers`` jobs side by side (None: as many as fit), each stopped after ``timeout`` seconds (None: never).
 
-    ``estimates``: tell beforehand how long it will take (``audit/estimate.py``). ``budget`` is asked before each job;
-    what it does not allow any more is left for another run, what it spares is passed over.
+    ``estimates``: tell beforehand how long it will take (``audit/estimate.py``). ``agenda`` is asked before each job
+    (``Queue``): what its budget does not allow any more is left for another run, what nobody needs is passed over.
     """
 
     workers: int | None = None
     timeout: float | None = None
     estimates: bool = False
-    budget: Budget = field(default_factory=Budget)
+    agenda: Agenda = field(default_factory=lambda: Agenda(Budget()))
 
     @classmethod
     def own_settings(cls) -> tuple[Setting, ...]:
@@ -68,18 +71,15 @@ class Serial(Executor):
     """Run every job in this process, one after another; none can be stopped, so there is no timeout."""
 
     def run(self, setup: Setup, groups: Sequence[Sequence[Job]], *, emit: Emit, record: Record) -> None:
-        bench, jobs = Bench(setup), [job for group in groups for job in group]
+        bench, jobs, queue = Bench(setup), [job for group in groups for job in group], Queue(groups, self.agenda)
         with torch_threads(setup.spec.threads):
             if self.estimates:
                 estimator = Estimator(setup, jobs)
                 while (job := estimator.next()) is not None:
+                    emit({"event": "timing", "job": job})
                     estimator.note(job, try_out(setup, job))
                 estimator.tell(emit, workers=1)
-            for job in jobs:
-                if self.budget.spares(job):
-                    continue
-                if not self.budget.allows():
-                    break
+            while (job := queue.take()) is not None:
                 emit({"event": "started", "job": job})
                 record(job, bench.run(job, throttled(job, emit)))
 
@@ -114,7 +114,7 @@ class Worker:
     job: Job | None = None
     trying: bool = False  # only times some steps of its job
     since: float = 0.0
-    group: deque[Job] = field(default_factory=deque)  # what is left of the client it works on
+    unneeded_since: float | None = None
 
 
 W = TypeVar("W", bound=Worker)
@@ -127,9 +127,9 @@ class Crew(ABC, Generic[W]):
         self, executor: Executor, setup: Setup, groups: Sequence[Sequence[Job]], emit: Emit, record: Record
     ) -> None:
         self._setup, self._threads, self._timeout = setup, setup.spec.threads, executor.timeout
-        self._budget, self._emit, self._record = executor.budget, emit, record
+        self._agenda, self._emit, self._record = executor.agenda, emit, record
         self._jobs = [job for group in groups for job in group]
-        self._waiting = deque(deque(group) for group in groups)
+        self._queue = Queue(groups, executor.agenda)
         self._workers: list[W] = []
         self._failed_starts, self._count = 0, 1
         #: Until it has told how long all will take, no job is begun.
@@ -165,9 +165,7 @@ class Crew(ABC, Generic[W]):
                 self._stop(self._workers.pop())
 
     def _left(self) -> int:
-        waiting = sum(len(group) for group in self._waiting)
-        running = sum(len(worker.group) + (worker.job is not None and not worker.trying) for worker in self._workers)
-        return waiting + running
+        return len(self._queue) + sum(worker.job is not None and not worker.trying for worker in self._workers)
 
     def _hear(self, worker: W, kind: str, content: Any) -> None:
         """Take a worker's message: it is ready, or what became of its job."""
@@ -178,6 +176,7 @@ class Crew(ABC, Generic[W]):
             worker.ready, self._failed_starts = True, 0
         elif kind == "outcome" and job is not None:
             self._record(job, content)
+            self._note_unneeded()
         elif kind == "tried" and job is not None and self._estimator is not None:
             self._estimator.note(job, content)
         self._assign(worker)
@@ -186,25 +185,20 @@ class Crew(ABC, Generic[W]):
         if (estimator := self._estimator) is not None:
             # All are timed before the estimate is told and the jobs themselves begin.
             if (job := estimator.next()) is not None:
+                self._emit({"event": "timing", "job": job})
                 self._begin(worker, "try", job)
             elif all(colleague.job is None for colleague in self._workers):
                 self._estimator = None
                 estimator.tell(self._emit, self._count)
                 self._wake()
             return
-        if not self._budget.allows():
-            self._waiting.clear()  # nothing more is begun; what is under way gets to end
-            for colleague in self._workers:
-                colleague.group.clear()
-        job = self._next(worker)
-        while job is not None and self._budget.spares(job):
-            job = self._next(worker)
+        job = self._queue.take(worker)
         if job is not None:
             self._emit({"event": "started", "job": job})
             self._begin(worker, "run", job)
 
     def _begin(self, worker: W, kind: str, job: Job) -> None:
-        worker.job, worker.trying, worker.since = job, kind == "try", time.monotonic()
+        worker.job, worker.trying, worker.since, worker.unneeded_since = job, kind == "try", time.monotonic(), None
         self._send(worker, kind, job)
 
     def _wake(self) -> None:
@@ -213,14 +207,11 @@ class Crew(ABC, Generic[W]):
             if worker.ready and worker.job is None:
                 self._assign(worker)
 
-    def _next(self, worker: W) -> Job | None:
-        """Return the next job of its client, else of another one; of a colleague's client only if none is left."""
-        if not worker.group and self._waiting:
-            worker.group = self._waiting.popleft()
-        if worker.group:
-            return worker.group.popleft()
-        busiest = max(self._workers, key=lambda colleague: len(colleague.group))
-        return busiest.group.pop() if busiest.group else None
+    def _note_unneeded(self) -> None:
+        now = time.monotonic()
+        for worker in self._workers:
+            if worker.job is not None and worker.unneeded_since is None and self._agenda.stops(worker.job):
+                worker.unneeded_since = now
 
     def _failed_start(self, last: str) -> None:
         """Raise ExecutorError where workers die again and again before they are ready."""
@@ -229,13 +220,15 @@ class Crew(ABC, Generic[W]):
             died = f"{STARTS_IN_A_ROW} worker processes in a row died before they were ready"
             raise ExecutorError(f"{died}, the last one {last}")
 
-    def _replace(self, worker: W, error: str) -> None:
-        """Go on with another one; each costs a job or a trial or counts as a failed start, so there is an end."""
+    def _replace(self, worker: W, error: str | None) -> None:
+        """Go on with another one; each costs a job or a trial or counts as a failed start, so there is an end.
+
+        Without an ``error`` its job was not needed any more, and leaves no row.
+        """
         self._stop(worker)
         self._workers.remove(worker)
-        if worker.group:
-            self._waiting.appendleft(worker.group)
-        if worker.job is not None and not worker.trying:
+        self._queue.release(worker)
+        if worker.job is not None and not worker.trying and error is not None:
             self._record(worker.job, Outcome("failed", error=error, seconds=time.monotonic() - worker.since))
         elif worker.job is not None and self._estimator is not None:
             self._estimator.note(worker.job, None)
@@ -243,13 +236,16 @@ class Crew(ABC, Generic[W]):
             self._hire()
 
     def _stop_overdue(self) -> None:
-        now = time.monotonic()
+        now, late = time.monotonic(), f"TimeoutError: stopped after more than {self._timeout or 0:g} s"
         for worker in [one for one in self._workers if (end := self._deadline(one)) is not None and now > end]:
-            self._replace(worker, f"TimeoutError: stopped after more than {self._timeout or 0:g} s")
+            self._replace(worker, late if worker.unneeded_since is None else None)
+            self._wake()  # what it held is for everybody now
 
     def _deadline(self, worker: W) -> float | None:
         """Return when its job is stopped; a trial only where the attack does not even heed the alarm."""
-        limit = 4 * SILENT_SECONDS if worker.trying else self._timeout
+        if worker.job is not None and worker.unneeded_since is not None:
+            return worker.unneeded_since + START_SECONDS  # sooner, a new worker would cost more than is saved
+        limit = TRIAL_PATIENCE * AUDIT_PATIENCE if worker.trying else self._timeout
         return None if worker.job is None or limit is None else worker.since + limit
 
     def _patience(self) -> float | None:

@@ -150,7 +150,7 @@ class _Actors(Crew[_Actor]):
         if worker.job is not None and not worker.trying:
             self._losses[worker.job.key] += 1
             if self._losses[worker.job.key] <= RETRIES:
-                worker.group.appendleft(worker.job)
+                self._queue.put_back(worker, worker.job)
                 worker.job = None
         lost = f"{RETRIES + 1} workers were lost while they did this job"
         self._replace(worker, f"WorkerDied: {lost}, the last one because {_cause(error)}")

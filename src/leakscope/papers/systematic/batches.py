@@ -175,7 +175,8 @@ def run_attacks(table: int, scale: str, seed: int, progress: base.Progress | Non
     """Measure each published cell of a table; under defences with a row for the true RMSE of each attack."""
     defended = table not in (3, 6)
     rows = [row for row in published(table) if scale != "smoke" or not defended or row["defence"] in _SMOKE]
-    batches = SCALES[scale].defended if defended else _sizes(rows, scale)
+    own = SCALES[scale].defended if defended else _sizes(rows, scale)
+    batches = {batch: base.wanted(count, each=batch) for batch, count in own.items()}
     cells: dict[tuple[int, str, str], dict[str, tuple[float | None, float | None]]] = {}
     for row in rows:
         if int(row["batch"]) in batches:
@@ -209,7 +210,7 @@ def run_attacks(table: int, scale: str, seed: int, progress: base.Progress | Non
             unseen = {key: line for key, line in lines.items() if key in hidden}
             lines = {key: line for key, line in lines.items() if key not in hidden}
             yield base.Group(unseen, NO_WEIGHTS)
-            if lines:
+            if base.selected(lines):
                 yield base.Group(lines, values(batch, defence, name, lines))
 
     run = (batch for (batch, _, name), cell in cells.items() if name in known and set(cell) - hidden)
@@ -264,4 +265,4 @@ def _place(row: Mapping[str, str]) -> str:
 
 
 _RUNS = {f"table{number}": partial(run_attacks, number) for number in (3, 6, 4, 7, 8)}
-TABLES = base.paper_tables("systematic", {**_RUNS, "table5": run_table_5})
+TABLES = base.paper_tables("systematic", {**_RUNS, "table5": run_table_5}, counted=_RUNS)
