@@ -146,7 +146,9 @@ def test_attempts_are_counted_by_setting(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("ticking")
 def test_worker_processes_begin_no_more_and_end_what_is_under_way(tmp_path: Path) -> None:
     done = run(tmp_path, **SMALL, executor="processes", workers=2, budget=5)
-    assert len(done.rows) + len(done.findings) == 5 + 1
+    deciding = [row for row in done.rows if row.job.control == "noise"]
+    assert 1 <= len(deciding) <= 2, "the control that decides about a leak, of each worker that found one in time"
+    assert len(done.rows) + len(done.findings) == 5 + len(deciding)
     assert {row.status for row in done.rows} == {"done"}
     again = run(tmp_path, **SMALL)
     assert len(again.rows) + len(again.findings) == len(make_plan(setup(**SMALL)))

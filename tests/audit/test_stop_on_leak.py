@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from audit_doubles import run, timeless
 from leakscope.attacks import LinearLayer
 from leakscope.audit import Audit, AuditSpec
 from leakscope.contracts.attack import Attack
-from leakscope.contracts.certificate import Certificate
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.results.verdict import judge
@@ -32,16 +30,6 @@ GRID: dict[str, Any] = {
     "findings": False,
     "stop_on_leak": True,
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Proved(doubles.Quotient):
-    """The closed form with a certificate, as head-first gives one."""
-
-    def run(self, observation: Observation, generator: torch.Generator, progress: Any = None) -> Reconstruction:
-        found = super().run(observation, generator, progress)
-        proof = Certificate(residual=0.1, tolerance=1.0, free_directions=0, method="division")
-        return dataclasses.replace(found, certificates=(proof,) * len(found.inputs))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +60,7 @@ def begun(events: list[dict[str, Any]]) -> list[tuple[str, int, str | None]]:
 
 @pytest.mark.parametrize("executor", ["serial", pytest.param("processes", marks=pytest.mark.slow)])
 def test_a_certified_leak_ends_its_scenario_at_once(executor: str, tmp_path: Path) -> None:
-    changes = {"attacks": [Proved(), doubles.Guess()], "defenses": None, "executor": executor, "workers": 1}
+    changes = {"attacks": [doubles.Proved(), doubles.Guess()], "defenses": None, "executor": executor, "workers": 1}
     done, events = events_of(tmp_path, **changes)
     assert done.verdict.outcome == "leaks"
     assert [name for name, *_ in begun(events)] == ["prior-mean"] * 3 + ["proved"], "a proof needs no control"
@@ -200,7 +188,7 @@ def test_a_worker_on_a_job_that_nobody_needs_is_stopped(tmp_path: Path, monkeypa
     from leakscope.audit.executors import base
 
     monkeypatch.setattr(base, "START_SECONDS", 0.5)
-    attacks = [Proved(), doubles.Trouble(how="sleep")]
+    attacks = [doubles.Proved(), doubles.Trouble(how="sleep")]
     data = doubles.examples()
     done, _ = events_of(
         *(tmp_path,), attacks=attacks, defenses=None, examples=2, data=data, executor="processes", workers=2
@@ -214,7 +202,7 @@ def test_a_leak_among_many_rows_is_not_overlooked(tmp_path: Path, monkeypatch: p
     from leakscope.audit import exceeded
 
     monkeypatch.setattr(exceeded, "GROWTH", 0.9)
-    done, events = events_of(tmp_path, attacks=[Memory(), Proved()], defenses=None, controls=False)
+    done, events = events_of(tmp_path, attacks=[Memory(), doubles.Proved()], defenses=None, controls=False)
     assert done.verdict.outcome == "leaks"
     assert any(event["event"] == "exceeded" for event in events)
     assert len(done.rows) < 6

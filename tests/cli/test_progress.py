@@ -13,6 +13,7 @@ from leakscope.audit import progress as module
 from leakscope.audit.progress import Tally, job_line, job_name
 from leakscope.cli import progress as command_line
 from leakscope.cli.progress import audit_progress
+from leakscope.report.sentences import reason_text
 from leakscope.results.reasons import Remedy, Scenario, because
 
 
@@ -176,15 +177,16 @@ def test_few_quick_jobs_do_not_hide_a_slow_one() -> None:
 
 
 def test_what_is_left_out_takes_no_time(log: io.StringIO) -> None:
-    reason = because(
+    leak = because(
         *("reconstruction", Remedy("again")),
         **{"scenario": Scenario("FedSGD()", "none"), "example": 0, "attack": "dlg"},
         **{"measure": "psnr", "value": 40.0, "limit": 20.0, "baseline": 10.0},
     )
+    exceeded = {"scenario": module.scenario_name(leak), "reason": reason_text(leak), "example": 0}
     with audit_progress() as tell:
         tell({"event": "planned", "total": 10, "finished": 0})
         tell(estimated(10, 60.0))
-        tell({"event": "exceeded", "reason": reason, "stops": True})
+        tell({"event": "exceeded", **exceeded, "stops": True})
         tell({"event": "left out", "kinds": [{**job(), "jobs": 8}], "total": 2})
         tell(finished(0, 2))
         tell(finished(1, 2))
