@@ -33,6 +33,17 @@ def test_images_are_unmixed(count: int) -> None:
     assert torch.allclose(torch.einsum("kb,bcij->kcij", matrix, mixed), found)
 
 
+@pytest.mark.parametrize("count", [6, 16])
+def test_images_without_a_unit_of_their_own_are_unmixed(count: int) -> None:
+    """Wherever one image is positive another one is, too: nothing shows it alone."""
+    x, mixing = mixture(count)
+    alone = (x > 0).sum(0) == 1
+    x[1] = torch.where(alone & (x[0] > 0), 0.5 * x[0], x[1])
+    assert not bool((((x > 0).sum(0) == 1) & (x[0] > 0)).any())
+    found, _ = separate_images(torch.einsum("kb,bcij->kcij", mixing, x), noisy=False)
+    assert float(distances(found, x).max()) < 1e-9
+
+
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 def test_constants_of_channels_are_undone_with_the_mixture(count: int) -> None:
     x, mixing = mixture(count)

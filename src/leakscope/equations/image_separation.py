@@ -6,7 +6,9 @@ wherever this image is, and no other combination is zero so often.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from scipy.optimize import linprog
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -20,6 +22,12 @@ SAME = 1e-4
 NEIGHBOURS = 8
 #: Random starts an image from which sparse directions are found, the smoothing of absolute values in turn, and rounds.
 STARTS, SMOOTHINGS, DESCENTS = 8, (1.0, 1e-1, 1e-2, 1e-3), 5
+#: Share of the loudest unit below which a unit is left out of linear programmes, how many of these are run for each
+#: image, and how far the edge of another image is from those that were found.
+LOUD, PROGRAMMES, NEW = 1e-2, 4, 1e-4
+#: Share of the largest value that one image may have below zero (what is left of another one leaves a tenth), and the
+#: share of its units that are zero at least: edges that are no images are zero at a few units only.
+MIXED, SPARSE = 1e-2, 0.1
 #: Cosine above which two directions are of one image.
 ALIKE = 0.9
 #: Values within so many times the median of what is negative are zeros.
@@ -29,15 +37,15 @@ BLURRED = 5.0
 def separate_images(mixed: Tensor, *, noisy: bool) -> tuple[Tensor, Tensor]:
     """Return images that are not negative, and the matrix that makes them of the mixed ones.
 
-    Units that one image alone switches on are the extreme rays of all units' values: successive projections find them.
-    Each image is then the null vector of its own zeros; zeros and vector are refined in turn.
+    Linear programmes find the combinations that are nowhere negative and zero most often. Each image is then the null
+    vector of its own zeros; zeros and vector are refined in turn.
     """
     count = len(mixed)
     flat = mixed.flatten(1)
     u, s, rows = torch.linalg.svd(flat, full_matrices=False)
     scale = flat.shape[1] ** 0.5
     rows, back = rows * scale, (u / s).T * scale
-    own = _null_vectors(rows, _extreme_rays(rows, count), noisy=noisy) if count > 1 else rows.new_ones(1, 1)
+    own = _edges(rows, noisy=noisy) if count > 1 else rows.new_ones(1, 1)
     matrix = own @ back
     values = matrix @ flat
     sign = torch.where(values.mean(1) < 0, -1.0, 1.0).to(values)[:, None]
@@ -97,25 +105,43 @@ def _sparse_directions(rows: Tensor) -> Tensor:
     raise NotApplicable("images are too much alike to be separated")
 
 
-def _extreme_rays(rows: Tensor, count: int) -> Tensor:
-    sizes = rows.norm(dim=0)
-    loud = rows[:, sizes > 1e-2 * sizes.max()]
-    # A functional that is positive on all of them: they lie in one half-space, for nothing is negative.
-    inside = loud.mean(1)
-    for _ in range(300):
-        outside = inside @ loud <= 1e-3 * (inside @ loud).abs().mean()
-        if not bool(outside.any()):
-            break
-        inside = inside + 0.1 * F.normalize(loud[:, outside], dim=0).mean(1) * inside.norm()
-    height = inside @ loud
-    kept = height > 1e-6 * height.max()
-    points = loud[:, kept] / height[kept]
-    left, chosen = points.clone(), list[int]()
-    for _ in range(count):
-        chosen.append(int(left.norm(dim=0).argmax()))
-        direction = F.normalize(left[:, chosen[-1]], dim=0)
-        left = left - direction[:, None] * (direction @ left)
-    return F.normalize(torch.linalg.pinv(points[:, chosen]), dim=1)
+def _edges(rows: Tensor, *, noisy: bool) -> Tensor:
+    """Return the combination of ``rows`` that gives each image.
+
+    Combinations that are nowhere negative form a cone, and images are edges of it. A linear programme leads to an edge;
+    to a new one, where its objective is what the edges before leave open. The best ones count.
+    """
+    count, draws = len(rows), torch.Generator().manual_seed(0)
+    sizes, middle = rows.norm(dim=0), rows.mean(1, keepdim=True).T.cpu().numpy()
+    loud = rows[:, sizes > LOUD * sizes.max()].T.cpu().numpy()
+    found, doubtful = rows.new_zeros(0, count), list[tuple[float, Tensor]]()
+    for _ in range(PROGRAMMES * count):
+        objective = _beyond(found, torch.randn(count, generator=draws, dtype=torch.float64).to(rows))
+        limits = {"A_ub": -loud, "b_ub": np.zeros(len(loud)), "A_eq": middle, "b_eq": [1.0], "bounds": (None, None)}
+        programme = linprog(-objective.cpu().numpy(), **limits, method="highs")
+        if programme.status:
+            continue
+        edge = _null_vectors(rows, F.normalize(torch.from_numpy(programme.x).to(rows), dim=0)[None], noisy=noisy)[0]
+        values = edge @ rows / (edge @ rows).abs().max()
+        zeros = float((values.abs() < ZEROS[0]).double().mean())
+        if float(-values.min()) > MIXED or zeros < SPARSE:
+            doubtful.append((zeros, edge))
+        elif float(_beyond(found, edge).norm()) > NEW:
+            found = torch.cat([found, edge[None]])
+        if len(found) == count:
+            return found
+    for _, edge in sorted(doubtful, key=lambda pair: -pair[0]):
+        if len(found) < count and float(_beyond(found, edge).norm()) > NEW:
+            found = torch.cat([found, edge[None]])
+    if len(found) < count:
+        raise NotApplicable("images that are not negative, and not too much alike, are not what was mixed")
+    return found
+
+
+def _beyond(directions: Tensor, vector: Tensor) -> Tensor:
+    """Return what of a vector is orthogonal to all directions."""
+    span = torch.linalg.qr(directions.T).Q
+    return vector - span @ (span.T @ vector)
 
 
 def _null_vectors(rows: Tensor, own: Tensor, *, noisy: bool) -> Tensor:
