@@ -143,7 +143,9 @@ def _explain(error: Exception) -> int:
 
 
 def _say(text: str) -> None:
-    print(capped(text), file=sys.stderr)
+    from leakscope.contracts.printable import printable
+
+    print(printable(capped(text)), file=sys.stderr)
 
 
 def capped(text: str, most: int = MAX_MESSAGE) -> str:
