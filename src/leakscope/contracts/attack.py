@@ -14,6 +14,7 @@ from torch import nn
 from leakscope.contracts.checks import EXAMPLES, brief, check_seed
 from leakscope.contracts.errors import MissingKnowledge, NotApplicable, UserError
 from leakscope.contracts.observation import Observation
+from leakscope.contracts.protocol import batches_suffice
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import Described, setting
 
@@ -118,7 +119,8 @@ class Attack(Described, ABC):
         if device is not None or dtype is not None:
             observation = observation.to(device=device, dtype=dtype)
         started = time.perf_counter()
-        result = self.run(observation.relaxed(), torch.Generator().manual_seed(seed), progress)
+        with batches_suffice():
+            result = self.run(observation.relaxed(), torch.Generator().manual_seed(seed), progress)
         if observation.inputs.discrete:
             result = dataclasses.replace(result, inputs=observation.inputs.from_unit(result.inputs))
         info = {
