@@ -306,11 +306,15 @@ class _Bars:
     def __init__(self, console: Console, tally: Tally) -> None:
         self._tally = tally
         self._view = Progress(
-            TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+            TextColumn(
+                "{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")
+            ),
             BarColumn(bar_width=12),
             _Count(),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[note]}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+            TextColumn(
+                "{task.fields[note]}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")
+            ),
             console=console,
             expand=True,
         )

@@ -358,5 +358,3 @@ def _batches(spec: AuditSpec, data: Examples) -> tuple[tuple[int, ...], ...]:
 def _check_jobs(spec: AuditSpec, batches: int) -> None:
     settings = len(spec.protocols) * (len(spec.defenses) + len(spec.controls)) * len(spec.attacks)
     JOBS.check("all combinations", settings * len(spec.seeds) * batches, "Ask for fewer.")
-
-

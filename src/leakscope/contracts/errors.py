@@ -1,6 +1,5 @@
 """What can go wrong: mistakes of the caller, and refusals. Anything else that is raised is a defect."""
 
-
 from leakscope.contracts.printable import printable
 
 

@@ -293,7 +293,9 @@ def batches_suffice() -> Iterator[None]:
         if "more than 1 value per channel" not in str(error):
             raise
         got = "got one: a local batch, perhaps the last one, has one example, and a layer maps of 1x1"
-        remedy = "Use local batches of at least two examples, or batchnorm='eval'; or correct what is told of the client"
+        remedy = (
+            "Use local batches of at least two examples, or batchnorm='eval'; or correct what is told of the client"
+        )
         raise UserError(f"BatchNorm in train mode: expected two values a channel or more, {got}. {remedy}.") from error
 
 
