@@ -130,7 +130,7 @@ def within(seconds: float, call: Callable[[], T]) -> T:
         raise TimeoutError(f"no answer within {seconds:g} s") from None
     if not fine:
         raise answer
-    return answer  # type: ignore[no-any-return]
+    return answer
 
 
 @dataclass(eq=False)
