@@ -11,12 +11,12 @@ import click
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from leakscope.__main__ import INTERRUPTED, leave, loading
 from leakscope.audit.output import unfailing_output
 from leakscope.cli.audit import audit
 from leakscope.cli.captured import attack, import_update
 from leakscope.cli.limits import inspect, limits, plan
 from leakscope.cli.pages import compare, list_names, report, reproduce
+from leakscope.contracts.signals import INTERRUPTED, leave, loading
 
 INTERNAL, USAGE = 3, 4
 #: Characters of an error that are printed; a file may hold a name of megabytes.
