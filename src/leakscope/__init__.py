@@ -12,7 +12,9 @@ import sys
 
 # ``python -m`` looks for every module in the current folder first, where a socket.py of anybody's may lie. That ends
 # here, before all other imports (__future__ among them), unless the package itself is found that way.
-_started_as_module = sys.argv[:1] == ["-m"] and {"leakscope.cli", "-mleakscope.cli"} & set(sys.orig_argv)
+_started_as_module = sys.argv[:1] == ["-m"] and {"leakscope", "-mleakscope", "leakscope.cli", "-mleakscope.cli"} & set(
+    sys.orig_argv
+)
 if _started_as_module and not sys.flags.safe_path and os.path.dirname(os.path.dirname(__file__)) != sys.path[0]:
     del sys.path[0]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -238,3 +240,48 @@ def test_a_board_is_read_once() -> None:
     board.post("a", {"done": 2})
     assert board.take() == {"a": {"done": 2}}
     assert board.take() == {}
+
+
+class Dead:
+    """A library whose cluster has died: what asks it never returns."""
+
+    exceptions = type("exceptions", (), {"RayError": OSError})
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def nodes(self) -> list[Any]:
+        self.over.wait(60)
+        return []
+
+    def shutdown(self) -> None:
+        self.over.wait(60)
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def init(self, **_options: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def dead(monkeypatch: pytest.MonkeyPatch) -> Iterator[Dead]:
+    library = Dead()
+    monkeypatch.setattr(module, "library", lambda: library)
+    monkeypatch.setattr(module, "_without_folder", lambda: None)
+    for name in ("ANSWER_SECONDS", "END_SECONDS"):
+        monkeypatch.setattr(module, name, 0.2)
+    yield library
+    library.over.set()
+
+
+def test_a_cluster_that_does_not_answer_is_given_up(dead: Dead) -> None:
+    with pytest.raises(ExecutorError, match="does not answer any more"):
+        module.alive_nodes(dead)
+
+
+def test_a_cluster_that_does_not_end_is_left_behind(dead: Dead) -> None:
+    begun = time.monotonic()
+    with module.connection(None, 1, 1, 0):
+        pass
+    assert time.monotonic() - begun < 30

@@ -116,6 +116,36 @@ def test_closed_pipes_neither_end_the_audit_nor_tell_its_verdict(tmp_path: Path)
         assert len(store.rows()) == 2
 
 
+@pytest.mark.parametrize("moment", ["leakscope.cli", "torch"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_while_libraries_are_loaded_ends_in_silence(moment: str, name: str, tmp_path: Path) -> None:
+    if (moment, name) == ("leakscope.cli", "SIGTERM"):
+        pytest.skip("nothing has taken the signal over yet, and its default makes no sound either")
+    code = f"""
+import builtins, os, signal
+from leakscope.__main__ import main
+real, done = builtins.__import__, []
+def interrupted(name, *rest):
+    if name == {moment!r} and not done:
+        done.append(name)
+        os.kill(os.getpid(), signal.{name})
+    return real(name, *rest)
+builtins.__import__ = interrupted
+main()
+"""
+    command = [sys.executable, "-c", code, "audit", "--out", "run"]
+
+    def defaults() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
+
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False, preexec_fn=defaults
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "Interrupted.\n")
+
+
 def test_a_stream_that_failed_goes_on_in_silence() -> None:
     reader, writer = os.pipe()
     with os.fdopen(writer, "w", buffering=1) as stream:

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from leakscope.attacks import InvertingGradients
+from leakscope.attacks import InvertingGradients, make_attack
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.defense import Defense, Gradient
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import LocalTraining, UpdateKind
 from leakscope.contracts.protocol import ClientSide, Protocol, default_knowledge
@@ -297,3 +298,31 @@ def test_a_protocol_of_ones_own_is_registered_by_one_line(monkeypatch: pytest.Mo
     monkeypatch.setattr(PROTOCOLS, "_entries", dict(PROTOCOLS._entries))
     PROTOCOLS.register(Entry("fedprox", FedProx, "local steps with a pull back"))
     assert PROTOCOLS.target("FedProx").build({"pull": 1}) == FedProx(pull=1.0)
+
+
+class OnePixel(nn.Sequential):
+    """A network whose last map is 1x1, as a narrow ResNet's on small images."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(1, 4, 4), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4, 3))
+
+
+@pytest.mark.parametrize(
+    "protocol, examples",
+    [(FedSGD(batchnorm="train"), 1), (FedAvg(batchnorm="train", epochs=1, batch_size=3, lr=0.1), 4)],
+    ids=["batch of one", "last batch of one"],
+)
+def test_a_batch_that_batchnorm_cannot_train_on(protocol: Protocol, examples: int) -> None:
+    x, y = torch.rand(examples, 1, 4, 4), torch.zeros(examples, dtype=torch.long)
+    with pytest.raises(UserError, match="two values a channel"):
+        protocol.observe(OnePixel(), x, y)
+    with pytest.raises(UserError, match="two values a channel"):
+        protocol.send(protocol.client_side(OnePixel(), x, y)[0])
+
+
+def test_an_attack_that_is_told_of_a_batch_of_one_says_what_is_wrong() -> None:
+    seen = FedSGD(batchnorm="train").observe(OnePixel(), torch.rand(4, 1, 4, 4), torch.arange(4) % 3)
+    assert make_attack("idlg", iterations=2)(seen).inputs.shape == (4, 1, 4, 4)
+    told = seen.with_facts(num_examples=1)
+    with pytest.raises(UserError, match="two values a channel"):
+        make_attack("idlg", iterations=2)(told)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -119,6 +120,21 @@ def test_files_come_before_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         with pytest.raises(OSError, match="disk full"):
             store.record(row(), {"originals": torch.zeros(1)}, {})
         assert store.rows() == []
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="files cannot be limited here")
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
+    try:
+        with pytest.raises(StoreError, match="cannot be written"):
+            Store.create(tmp_path / "run", {"salt": "a"})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / "run" / "audit.sqlite").exists()
+    Store.create(tmp_path / "run", {"salt": "a"}).close()
 
 
 def test_keys_cannot_leave_the_folder(tmp_path: Path) -> None:

@@ -52,14 +52,14 @@ ATTACKS: Registry[AttackEntry] = Registry(
         _entry("linear-layer", LinearLayer, "Phong et al., 2018; Geiping et al., 2020", _ONE),
         _entry("cocktail-party", CocktailParty, "Kariyappa et al., Cocktail Party Attack, ICML 2023", _ONE),
         AttackEntry(
-            *("gauss-newton", GaussNewton),
-            "second-order least squares on the gradient: exact in a handful of steps on smooth nets",
-            *("Levenberg 1944, Marquardt 1963; this project's own use of them", _ONE),
-        ),
-        AttackEntry(
             *("head-first", HeadFirst),
             "solve the head, match below it, decode ReLU masks and solve: the strongest on trained nets and batches",
             *("this project's own", _ONE),
+        ),
+        AttackEntry(
+            *("gauss-newton", GaussNewton),
+            "second-order least squares on the gradient: exact in a handful of steps on smooth nets",
+            *("Levenberg 1944, Marquardt 1963; this project's own use of them", _ONE),
         ),
         _entry("inverting-gradients", InvertingGradients, "Geiping et al., Inverting Gradients, NeurIPS 2020", _ONE),
         _entry("dlg", DLG, "Zhu, Liu, Han, Deep Leakage from Gradients, NeurIPS 2019"),

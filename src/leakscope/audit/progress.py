@@ -15,6 +15,7 @@ from rich.text import Text
 
 from leakscope.audit.forecast import Forecast
 from leakscope.audit.output import Unfailing
+from leakscope.audit.terminal import PlainConsole
 from leakscope.report.words import duration
 from leakscope.results.names import short_names
 from leakscope.results.reasons import Reason
@@ -49,7 +50,7 @@ def listener(progress: Tell | bool | None) -> Iterator[tuple[Tell | None, bool]]
         return
     stream: Any = None if sys.stderr is None else Unfailing(sys.stderr)
     bars = bool(progress) or looks
-    console = Console(file=stream, stderr=True, highlight=False, markup=False)
+    console = PlainConsole(file=stream, stderr=True, highlight=False, markup=False)
     with shown(console, "bars" if bars else "rare", quick=QUICK) as tell:
         yield tell, bars
 
@@ -305,11 +306,15 @@ class _Bars:
     def __init__(self, console: Console, tally: Tally) -> None:
         self._tally = tally
         self._view = Progress(
-            TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+            TextColumn(
+                "{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")
+            ),
             BarColumn(bar_width=12),
             _Count(),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[note]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+            TextColumn(
+                "{task.fields[note]}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")
+            ),
             console=console,
             expand=True,
         )

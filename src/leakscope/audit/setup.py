@@ -17,6 +17,7 @@ from leakscope.audit.sections import TrainingSpec
 from leakscope.audit.spec import AuditSpec
 from leakscope.audit.utility import Course, load_examples, make_course, precision, tensors_hash
 from leakscope.audit.yaml_text import SpecError
+from leakscope.contracts.attack import check_device
 from leakscope.contracts.checks import JOBS, brief
 from leakscope.contracts.disk import read_whole
 from leakscope.contracts.errors import NotApplicable, UserError
@@ -119,7 +120,7 @@ def build_setup(spec: AuditSpec, progress: Rounds | None = None, salt: str = "")
         _attempt("attacks, defenses, protocols, seeds and examples", problems, lambda: _check_jobs(spec, len(batches)))
     lpips_file = spec.lpips if spec.lpips is not None else find_lpips()
     lpips = None if lpips_file is None else _attempt("lpips", problems, lambda: load_lpips(lpips_file))
-    _attempt("device", problems, lambda: _device(spec.device))
+    _attempt("device", problems, lambda: check_device(spec.device))
     clients, asked = None, spec.training
     if data is not None and asked is not None:
         clients = _attempt("training", problems, lambda: _clients(asked, data))
@@ -357,11 +358,3 @@ def _batches(spec: AuditSpec, data: Examples) -> tuple[tuple[int, ...], ...]:
 def _check_jobs(spec: AuditSpec, batches: int) -> None:
     settings = len(spec.protocols) * (len(spec.defenses) + len(spec.controls)) * len(spec.attacks)
     JOBS.check("all combinations", settings * len(spec.seeds) * batches, "Ask for fewer.")
-
-
-def _device(name: str) -> None:
-    # A tiny tensor is the only check that holds for every kind of device.
-    try:
-        torch.zeros(1, device=torch.device(name))
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UserError(f"{name!r} cannot be used: {str(error).splitlines()[0]}") from error

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leakscope.contracts.checks import is_whole
+from leakscope.contracts.checks import brief, is_whole
+from leakscope.contracts.disk import check_file
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.files import read_tensors
 from leakscope.contracts.observation import Observation
@@ -32,17 +33,28 @@ def read_captured(path: Path) -> tuple[Any, int | None]:
     """Read captured weights or an update, by name or in order, and the number of examples where the file tells it."""
     if path.suffix not in SUFFIXES:
         raise UserError(f"{path}: expected a file that ends in {', '.join(SUFFIXES)}, got {path.suffix or 'no ending'}")
-    if not path.is_file():
-        raise UserError(f"{path}: no such file")
+    check_file(path)
     if path.suffix == ".safetensors":
         return read_tensors(path), None
     if path.suffix == ".npz":
         pack = Pack(path)
         arrays = {name: pack.array(name, "uifb") for name in sorted(pack.names)}
         count = next((name for name in _COUNTS if name in arrays and arrays[name].size == 1), None)
-        return arrays, None if count is None else int(arrays.pop(count).reshape(()))
-    content, samples = unwrapped(read_torch_file(path))
+        return arrays, None if count is None else _count(path, count, arrays.pop(count).item())
+    try:
+        content, samples = unwrapped(read_torch_file(path))
+    except UserError as error:
+        raise error if str(path) in str(error) else UserError(f"{path}: {error}") from error
     return _tensors_of(path, content), samples
+
+
+def _count(where: object, name: str, value: Any) -> int:
+    """Return a number of examples; systems also send it as a float without a fraction."""
+    number = int(value) if isinstance(value, float) and value.is_integer() else value
+    if not is_whole(number):
+        wrong = f"{where}: {name}: expected how many examples are behind the update, at least 1, got {brief(value)}"
+        raise UserError(f"{wrong}. Take it out of the file and pass --examples.")
+    return number
 
 
 def unwrapped(content: Any) -> tuple[Any, int | None]:
@@ -58,8 +70,10 @@ def unwrapped(content: Any) -> tuple[Any, int | None]:
     if not isinstance(content, Mapping) or any(isinstance(value, Tensor) for value in content.values()):
         return content, None
     inner = next((content[name] for name in _STATES if isinstance(content.get(name), Mapping | list)), None)
-    samples = next((content[name] for name in _COUNTS if is_whole(content.get(name))), None)
-    return (content, None) if inner is None else (inner, samples)
+    if inner is None:
+        return content, None
+    told = next((name for name in _COUNTS if isinstance(content.get(name), int | float)), None)
+    return inner, None if told is None else _count("the update", told, content[told])
 
 
 def _tensors_of(path: Path, content: Any) -> dict[str, Any] | list[Any]:

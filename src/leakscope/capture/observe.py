@@ -69,6 +69,8 @@ class CaptureFacts:
     def __post_init__(self) -> None:
         if self.sign not in ("check", "flip", "trust"):
             raise UserError(f"sign: expected 'check', 'flip' or 'trust', got {self.sign!r}")
+        if self.learning_rate is not None and not self.learning_rate > 0:
+            raise UserError(f"learning_rate (--lr): expected a number above 0, got {self.learning_rate}")
 
     @property
     def training(self) -> LocalTraining:
@@ -103,7 +105,7 @@ def observe_captured(
     own = before is None
     first, problems = read_state("before", model.state_dict() if own else before, model, finite=finite and not own)
     second, more = read_state(what, content, model, trained_only=not weights, finite=finite)
-    refuse("what was captured does not fit the model", problems + more)
+    refuse("what was captured does not fit the model", problems + more, most=20)
     notes = [*first.notes, *second.notes]
     if weights:
         update = {name: value - second.parameters[name] for name, value in first.parameters.items()}

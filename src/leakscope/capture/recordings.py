@@ -23,6 +23,7 @@ from leakscope.contracts.disk import atomic_write, private_folder, read_json, re
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.files import read_tensors, tensor_file, tensors_below
 from leakscope.contracts.observation import Observation
+from leakscope.contracts.printable import printable
 
 #: Where an update can be taken, and what that place sees.
 PLACES: Mapping[str, str] = {
@@ -96,7 +97,7 @@ def _tell(folder: Path) -> None:
     if (place := folder.resolve()) not in _TOLD:
         _TOLD.add(place)
         then = f"when the run is over: leakscope report {folder} --model package.module:factory"
-        print(f"leakscope records updates in {folder}; {then}", file=sys.stderr)
+        print(printable(f"leakscope records updates in {folder}; {then}"), file=sys.stderr)
 
 
 def save_recording(folder: Path, observation: Observation, origin: Origin, truth: Truth | None = None) -> Recording:

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from leakscope.capture.sign import COUNTER
 from leakscope.contracts.checks import brief
+from leakscope.contracts.errors import UserError
+from leakscope.contracts.files import dense
 from leakscope.contracts.protocol import BATCHNORM
 from leakscope.models.weights import WRAPPERS
 from leakscope.network.recorder import record_layers
@@ -133,6 +135,8 @@ def order_of(shapes: Sequence[tuple[int, ...] | None], model: nn.Module) -> tupl
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
+    if isinstance(value, Tensor) and value.is_nested:
+        return None
     shape = getattr(value, "shape", () if isinstance(value, int | float) else None)
     return None if shape is None else tuple(shape)
 
@@ -161,7 +165,9 @@ def _checked(
 
 def _tensor(value: Any, expected: Tensor, finite: bool) -> tuple[Tensor | None, str]:
     try:
-        tensor = value.detach().cpu() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+        tensor = dense("it", value.detach()).cpu() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+    except UserError as error:
+        return None, str(error)
     except (TypeError, ValueError, RuntimeError):
         return None, f"expected numbers, got {brief(value)}"
     if expected.dim() == 0 and tensor.shape == (1,):

@@ -4,6 +4,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Iterator
+from types import FrameType
 from typing import Annotated, Any, NoReturn, get_type_hints
 
 import click
@@ -15,8 +16,9 @@ from leakscope.cli.audit import audit
 from leakscope.cli.captured import attack, import_update
 from leakscope.cli.limits import inspect, limits, plan
 from leakscope.cli.pages import compare, list_names, report, reproduce
+from leakscope.contracts.signals import INTERRUPTED, leave, loading
 
-INTERRUPTED, INTERNAL, USAGE = 2, 3, 4
+INTERNAL, USAGE = 3, 4
 #: Characters of an error that are printed; a file may hold a name of megabytes.
 MAX_MESSAGE = 4000
 CTRL_C = 130  # what typer makes of a KeyboardInterrupt
@@ -106,22 +108,26 @@ def _run() -> int:
 def _signals_end_it() -> Iterator[list[str]]:
     """End a command like Ctrl-C on SIGTERM and SIGHUP, unless ignored (nohup); yield the name of the one that did."""
     received: list[str] = []
-    ending = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    ending = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
-    def end(number: int, _frame: Any) -> None:
-        received.append(signal.Signals(number).name)
-        for one in handled:  # the way out is not to be interrupted by more of the same
-            signal.signal(one, signal.SIG_IGN)
+    def end(number: int, frame: FrameType | None) -> None:
+        if loading():
+            leave(number, frame)
+        if number != signal.SIGINT:
+            received.append(signal.Signals(number).name)
+            for one in handled:  # the way out is not to be interrupted by more of the same
+                signal.signal(one, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    handled = [number for number in ending if signal.getsignal(number) == signal.SIG_DFL]
+    before = {number: signal.getsignal(number) for number in ending}
+    handled = [n for n, own in before.items() if own in (signal.SIG_DFL, signal.default_int_handler, leave)]
     for number in handled:
         signal.signal(number, end)
     try:
         yield received
     finally:
         for number in [] if received else handled:
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, before[number])
 
 
 def _explain(error: Exception) -> int:
@@ -143,7 +149,9 @@ def _explain(error: Exception) -> int:
 
 
 def _say(text: str) -> None:
-    print(capped(text), file=sys.stderr)
+    from leakscope.contracts.printable import printable
+
+    print(printable(capped(text)), file=sys.stderr)
 
 
 def capped(text: str, most: int = MAX_MESSAGE) -> str:

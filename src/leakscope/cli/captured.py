@@ -161,7 +161,7 @@ class Captured:
         import torch
 
         numbers = parse_numbers("--labels", self.labels)
-        if any(not number.is_integer() for number in numbers):
+        if any(not number.is_integer() or abs(number) > 2**31 for number in numbers):
             raise UserError(f"--labels: expected class numbers such as 3,5, got {self.labels!r}")
         if examples is not None and len(numbers) != examples:
             raise UserError(f"--labels: expected one for each of {examples} examples, got {len(numbers)}")

@@ -14,6 +14,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from leakscope.audit.terminal import PlainConsole
+
 #: Between two columns of a table.
 _GAP = 2
 #: Columns by which what belongs to a heading is indented.
@@ -25,7 +27,7 @@ MAX_REASONS = 8
 def make_console(*, stderr: bool = False) -> Console:
     """A console without escape codes in a pipe, and none at all where NO_COLOR is set."""
     plain_text = bool(os.environ.get("NO_COLOR"))
-    return Console(stderr=stderr, highlight=False, markup=False, color_system=None if plain_text else "auto")
+    return PlainConsole(stderr=stderr, highlight=False, markup=False, color_system=None if plain_text else "auto")
 
 
 def say(console: Console, text: str, indent: int = 0, style: str = "") -> None:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from rich.markup import escape
 from rich.progress import Progress
 
 from leakscope.audit.progress import PAUSE, Tell, shown
@@ -45,7 +46,7 @@ def named_progress(*, show: bool = True, transient: bool = True) -> Iterator[Cal
 
         def tell(name: str, done: int, total: int) -> None:
             nonlocal spoken
-            view.update(task, completed=done, total=total, description=name)
+            view.update(task, completed=done, total=total, description=escape(name))
             if show and not bar and time.monotonic() - spoken > PAUSE:
                 say(console, f"[{done}/{total}] {name}")
                 spoken = time.monotonic()

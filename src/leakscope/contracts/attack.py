@@ -11,13 +11,26 @@ from typing import Any, ClassVar, Self, final
 import torch
 from torch import nn
 
+from leakscope.contracts.checks import EXAMPLES, brief, check_seed
 from leakscope.contracts.errors import MissingKnowledge, NotApplicable, UserError
 from leakscope.contracts.observation import Observation
+from leakscope.contracts.protocol import batches_suffice
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import Described, setting
 
 #: Told how many steps are done, of how many, and the objective.
 Progress = Callable[[int, int, float], None]
+
+
+def check_device(device: Any) -> None:
+    """Raise UserError unless torch can calculate on the device here."""
+    try:
+        # Only a number that comes back holds for every kind of device: "meta" takes tensors and has no numbers.
+        torch.ones(1, device=torch.device(device)).sum().item()
+    except (RuntimeError, AssertionError, ImportError, ValueError, TypeError) as error:
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0].split(". ")[0][:120]
+        here = "cpu or cuda" if torch.cuda.is_available() else "cpu, as this machine has no CUDA device"
+        raise UserError(f"{brief(device)} is no device to calculate on ({why}); expected {here}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,14 +110,17 @@ class Attack(Described, ABC):
             if broken := [n for n, value in message.update.items() if not bool(torch.isfinite(value).all())]:
                 got = f"message {number}: the update has NaN or infinite entries in {', '.join(broken)}"
                 raise UserError(f"{got}. Expected finite numbers; was the update captured whole?")
-        if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
-            raise UserError(f"device {device!r}: this machine has no CUDA device; use 'cpu'")
+        if device is not None:
+            check_device(device)
+        check_seed(seed)
+        EXAMPLES.check("num_examples", observation.num_examples or 0, "Attack an update of fewer examples.")
         if dtype is None and observation.dtype in (torch.float16, torch.bfloat16):
             dtype = torch.float32  # half precision is how an update travels, not how one searches
         if device is not None or dtype is not None:
             observation = observation.to(device=device, dtype=dtype)
         started = time.perf_counter()
-        result = self.run(observation.relaxed(), torch.Generator().manual_seed(seed), progress)
+        with batches_suffice():
+            result = self.run(observation.relaxed(), torch.Generator().manual_seed(seed), progress)
         if observation.inputs.discrete:
             result = dataclasses.replace(result, inputs=observation.inputs.from_unit(result.inputs))
         info = {

@@ -54,6 +54,12 @@ def refuse(where: str, problems: Sequence[str], most: int | None = None) -> None
         raise UserError("\n  - ".join([f"{where}:", *told, *more]))
 
 
+def check_seed(seed: Any) -> None:
+    """Raise UserError unless torch takes it as a seed."""
+    if not (is_whole(seed, -(2**63)) and seed < 2**64):
+        raise UserError(f"seed: expected a whole number from -2**63 to 2**64 - 1, got {brief(seed)}")
+
+
 @dataclass(frozen=True)
 class Cap:
     """The most there may be ``of`` something, unless the environment variable ``name`` allows more."""
@@ -96,12 +102,13 @@ PIXELS = Cap("LEAKSCOPE_MAX_PIXELS", 64_000_000, "pixels", "one picture of a fol
 PARAMETERS = Cap("LEAKSCOPE_MAX_PARAMETERS", 200_000_000, "parameters", "a reference model, before it is built")
 JOBS = Cap("LEAKSCOPE_MAX_JOBS", 100_000, "jobs", "attempts and controls of one audit")
 _WHOLE = "whole numbers in settings: epochs, local steps, rounds, iterations"
+EXAMPLES = Cap("LEAKSCOPE_MAX_EXAMPLES", 10_000, "examples", "what one attack searches for")
 COUNT = Cap("LEAKSCOPE_MAX_COUNT", 1_000_000, "of them", _WHOLE)
 PIECES = Cap("LEAKSCOPE_MAX_PIECES", 1_000, "of them", "layers and workers of a reference model")
 SPEC_BYTES = Cap("LEAKSCOPE_MAX_SPEC_BYTES", 1 << 17, "bytes", "the text of a spec")
 SPEC_VALUES = Cap("LEAKSCOPE_MAX_SPEC_VALUES", 5_000, "values", "a spec with its aliases written out")
 FACTS_BYTES = Cap("LEAKSCOPE_MAX_FACTS_BYTES", 1 << 22, "bytes", "the facts beside an observation")
-CAPS = (BYTES, PIXELS, PARAMETERS, JOBS, COUNT, PIECES, SPEC_BYTES, SPEC_VALUES, FACTS_BYTES)
+CAPS = (BYTES, PIXELS, PARAMETERS, JOBS, EXAMPLES, COUNT, PIECES, SPEC_BYTES, SPEC_VALUES, FACTS_BYTES)
 #: Lists within lists; nothing honest comes near it.
 DEPTH = 40
 #: Axes of one example; torch itself knows no more than 64 of them.

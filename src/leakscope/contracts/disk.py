@@ -11,11 +11,17 @@ from leakscope.contracts.checks import BYTES, DEPTH, Cap
 from leakscope.contracts.errors import UserError
 
 
+def check_file(file: Path) -> None:
+    """Raise UserError unless it is a regular file: a pipe or a device may never end."""
+    if not file.is_file():
+        got = "a folder" if file.is_dir() else "a pipe or a device" if file.exists() else "none"
+        raise UserError(f"{file}: expected a file, got {got}")
+
+
 def read_whole(file: Path, cap: Cap = BYTES) -> bytes:
     """The content of ``file``; what is larger than the cap, or is no regular file and may never end, is not read."""
     try:
-        if not file.is_file():
-            raise UserError(f"{file}: expected a file, got {'a folder' if file.is_dir() else 'none'}")
+        check_file(file)
         cap.check(str(file), file.stat().st_size, "Is it the right file?")
         return file.read_bytes()
     except OSError as error:

@@ -1,8 +1,13 @@
 """What can go wrong: mistakes of the caller, and refusals. Anything else that is raised is a defect."""
 
+from leakscope.contracts.printable import printable
+
 
 class LeakscopeError(Exception):
-    """Everything that leakscope raises on purpose."""
+    """Everything that leakscope raises on purpose. Names from files are in it, so that its text is escaped."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class UserError(LeakscopeError, ValueError):

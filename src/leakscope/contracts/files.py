@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from torch import Tensor, nn
 
@@ -213,6 +214,21 @@ def tensors_below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tenso
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
+def dense(name: str, value: Tensor) -> Tensor:
+    """Return a tensor of a file as calculations need it: dense, on this machine, floats of at least 16 bits.
+
+    >>> dense("w", torch.eye(2).to_sparse()).layout, dense("w", torch.ones(2).to(torch.float8_e5m2)).dtype
+    (torch.strided, torch.float32)
+    """
+    if value.is_nested or value.is_meta or value.is_quantized:
+        kind = "a nested tensor" if value.is_nested else "a tensor without data" if value.is_meta else str(value.dtype)
+        raise UserError(f"{name}: expected a dense tensor of numbers, got {kind}. Save it as one.")
+    if value.layout != torch.strided:
+        BYTES.check(name, value.numel() * value.element_size(), "Is its shape mistaken?")
+        value = value.to_dense()
+    return value.float() if value.is_floating_point() and value.element_size() < 2 else value
+
+
 def read_tensors(file: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file; one ValueError whatever is wrong with it."""
     from safetensors import SafetensorError
@@ -220,6 +236,6 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 
     content = read_whole(file)
     try:
-        return load(content)
+        return {name: dense(name, value) for name, value in load(content).items()}
     except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError, ArithmeticError, MemoryError) as error:
         raise UserError(f"{file}: not a readable safetensors file ({error})") from error

@@ -55,17 +55,23 @@ class LocalTraining:
         | {"optimizer": "learning_rate", "momentum": "learning_rate", "batch_order": "batch_order"}
     )
 
-    def problems(self, examples: int) -> list[str]:
-        """What is wrong with the recipe, for a client of so many examples."""
+    def problems(self, examples: int | None) -> list[str]:
+        """What is wrong with the recipe, for a client of so many examples, if that is known."""
         counts = {name: n for name in ("epochs", "batch_size") if (n := getattr(self, name)) is not None}
-        rates = {name: n for name in ("learning_rate", "momentum") if (n := getattr(self, name)) is not None}
-        problems = whole(**counts) + expected("a finite number", _finite, **rates)
+        problems = whole(**counts)
+        if self.learning_rate is not None:
+            fits = "a number of at least 0", lambda n: _finite(n) and n >= 0
+            problems += expected(*fits, learning_rate=self.learning_rate)
+        if self.momentum is not None:
+            fits = "a number of at least 0 and below 1", lambda n: _finite(n) and 0 <= n < 1
+            problems += expected(*fits, momentum=self.momentum)
         problems += expected("a name or None", lambda n: n is None or isinstance(n, str), optimizer=self.optimizer)
         if (steps := self.batch_order) is not None:
-            inside = all(is_whole(number, 0) and number < examples for step in steps for number in step)
+            most = math.inf if examples is None else examples
+            inside = all(is_whole(number, 0) and number < most for step in steps for number in step)
             if not inside or not all(steps):
-                problems.append(f"batch_order: expected batches of sample numbers in 0..{examples - 1}, got others")
-        if not problems and self.epochs is not None:
+                problems.append(f"batch_order: expected batches of sample numbers in 0..{most - 1}, got others")
+        if not problems and self.epochs is not None and examples is not None:
             size = min(self.batch_size or examples, examples)
             problem = COUNT.problem(self.epochs * -(-examples // size), "Is epochs or batch_size mistaken?")
             problems += [] if problem is None else [f"local steps: {problem}"]
@@ -178,7 +184,9 @@ class Observation:
         if self.randomness not in (None, *get_args(Randomness)):
             problems.append(f"randomness: expected 'system', 'seeded' or None, got {self.randomness!r}")
         examples = self.num_examples
-        if examples is not None:
+        if examples is None:
+            problems += self.training.problems(None)
+        else:
             problems += whole(num_examples=examples) or self._sizes_and_labels(examples)
         if self.auxiliary is not None:
             problems += [f"auxiliary: {line}" for line in self._problems_of_auxiliary(self.auxiliary)]

@@ -109,7 +109,8 @@ class Protocol(Described, ABC):
         client, outputs = self.client_side(model, x, y, defense, generator, task, num_classes, inputs)
         x, y, task = client.x, client.y, client.task
         space = _input_space(x, value_range) if inputs is None else inputs
-        messages, recipe = self._exchange(client, knowledge)
+        with batches_suffice():
+            messages, recipe = self._exchange(client, knowledge)
         return Observation(
             model=client.shared,
             messages=messages,
@@ -157,7 +158,8 @@ class Protocol(Described, ABC):
 
     def send(self, client: ClientSide) -> Gradient:
         """The update of a client that sends one, as it leaves the client: for training, where nobody attacks."""
-        messages, _ = self._exchange(client, Knowledge.eavesdropper)
+        with batches_suffice():
+            messages, _ = self._exchange(client, Knowledge.eavesdropper)
         if len(messages) != 1:
             raise UserError(f"{type(self).__name__}: expected a protocol of one message, got {len(messages)} messages")
         return dict(messages[0].update)
@@ -274,6 +276,27 @@ def _input_space(x: Tensor, value_range: ValueRange | None) -> Box:
     if value_range is None and bool((x >= 0).all()) and bool((x <= 1).all()):
         value_range = ValueRange()
     return Box(tuple(x.shape[1:]), value_range)
+
+
+@contextmanager
+def batches_suffice() -> Iterator[None]:
+    """Turn torch's error into a UserError where BatchNorm in train mode has one value a channel.
+
+    >>> with batches_suffice():
+    ...     _ = nn.BatchNorm2d(2)(torch.ones(1, 2, 1, 1))
+    Traceback (most recent call last):
+    leakscope.contracts.errors.UserError: BatchNorm in train mode: expected two values a channel or more, got one: ...
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        got = "got one: a local batch, perhaps the last one, has one example, and a layer maps of 1x1"
+        remedy = (
+            "Use local batches of at least two examples, or batchnorm='eval'; or correct what is told of the client"
+        )
+        raise UserError(f"BatchNorm in train mode: expected two values a channel or more, {got}. {remedy}.") from error
 
 
 #: Told before each local step: its number, and the gradient it will follow.

@@ -11,6 +11,7 @@ from importlib import resources
 from typing import Any
 
 from leakscope.contracts.errors import UserError
+from leakscope.contracts.printable import printable
 
 #: Libraries of data frames, the first that is installed is taken.
 FRAMES = ("pandas", "polars")
@@ -85,7 +86,8 @@ def html_facts(title: str, facts: Mapping[str, Any], notes: Sequence[str] = ()) 
 
 def _table(title: str, head: str, rows: Iterable[str], notes: Sequence[str]) -> str:
     below = "".join(f"<div>{escape(note)}</div>" for note in notes if note)
-    return f"<table><caption><b>{escape(title)}</b></caption>{head}<tbody>{''.join(rows)}</tbody></table>{below}"
+    table = f"<table><caption><b>{escape(title)}</b></caption>{head}<tbody>{''.join(rows)}</tbody></table>"
+    return printable(table + below)
 
 
 def latex_table(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -114,7 +116,7 @@ def latex_text(text: str) -> str:
     >>> latex_text("50 % of a_b")
     '50 \\% of a\\_b'
     """
-    return "".join(_LATEX.get(character, character) for character in text)
+    return "".join(_LATEX.get(character, character) for character in printable(text))
 
 
 def data_frame(lines: Sequence[Mapping[str, Any]], library: str | None = None) -> Any:

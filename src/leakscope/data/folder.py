@@ -12,6 +12,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from leakscope.contracts.checks import PIXELS, brief, is_whole
+from leakscope.contracts.disk import check_file
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import ValueRange
 from leakscope.data.examples import Examples
@@ -95,6 +96,7 @@ def _is_grey(file: Path) -> bool:
 
 def read_picture(file: Path, mode: str, size: tuple[int, int] | None = None) -> Tensor:
     """The bytes (channels, height, width) of a picture in Pillow's ``mode``, brought to ``size``; or a ValueError."""
+    check_file(file)
     try:
         with warnings.catch_warnings():
             # Pillow warns of huge pictures, refused below, and of damaged metadata, which is harmless.

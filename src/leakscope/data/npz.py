@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from leakscope.contracts.checks import BYTES, FLOAT, brief, is_whole
+from leakscope.contracts.disk import check_file
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import ValueRange
 from leakscope.data.examples import Examples, classes_of, natural_range
@@ -34,13 +35,14 @@ _HEADER_BYTES = 1 << 14
 
 
 class Pack:
-    """An .npz archive, opened anew for each array that is read after its header was checked."""
+    """An .npz archive, whose directory is read once: of thousands of arrays each would cost as much as all."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
+        check_file(file)
         try:
-            with zipfile.ZipFile(file) as archive:
-                self.names = {n.removesuffix(".npy") for n in archive.namelist() if n.endswith(".npy")}
+            self._archive = zipfile.ZipFile(file)
+            self.names = {n.removesuffix(".npy") for n in self._archive.namelist() if n.endswith(".npy")}
         except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, MemoryError, RuntimeError) as error:
             wrong = f"{file}: expected an .npz archive, got something else ({error})"
             raise UserError(f"{wrong}. Write it with numpy.savez_compressed.") from error
@@ -78,12 +80,12 @@ class Pack:
             fix = "Name the right one with x_key or y_key."
             raise UserError(f"{self.file}: no array {brief(name)}; it has {names}. {fix}")
         try:
-            with zipfile.ZipFile(self.file) as archive, archive.open(f"{name}.npy") as stream:
+            with self._archive.open(f"{name}.npy") as stream:
                 shape, fortran, dtype = self._header(_Bounded(stream, _HEADER_BYTES))
                 if dtype.hasobject or dtype.kind not in kinds:
                     raise UserError(f"expected numbers or text, got dtype {str(dtype)[:80]}")
                 member = _Member(stream, shape, fortran, dtype)
-                stored = archive.getinfo(f"{name}.npy").file_size
+                stored = self._archive.getinfo(f"{name}.npy").file_size
                 if member.size > stored:
                     raise UserError(f"the header claims {member.size} bytes, the archive holds {stored}")
                 yield member

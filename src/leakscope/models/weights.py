@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leakscope.contracts.checks import BYTES
+from leakscope.contracts.checks import BYTES, DEPTH
+from leakscope.contracts.disk import check_file
 from leakscope.contracts.errors import UserError
-from leakscope.contracts.files import read_tensors
+from leakscope.contracts.files import dense, read_tensors
 
 #: What is put before every name of a state dictionary, and by what.
 WRAPPERS = {"module.": "DataParallel", "_module.": "Opacus", "_orig_mod.": "torch.compile"}
@@ -40,9 +41,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 def read_torch_file(path: Path) -> Any:
     """Read what ``torch.save`` wrote, as far as it is tensors and plain values; nothing that runs code when read."""
+    check_file(path)
     size = path.stat().st_size
-    if not path.is_file():  # a device or a pipe may never end
-        raise UserError(f"weights: {path}: expected a file, got something else")
     BYTES.check(f"weights: {path}", size)
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
@@ -51,8 +51,8 @@ def read_torch_file(path: Path) -> Any:
         if unpacked > 2 * size + 2**20:
             raise UserError(f"weights: {path}: {size} bytes that say they hold {unpacked}; torch writes no such file")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
+        return _dense(torch.load(path, map_location="cpu", weights_only=True))
+    except (OSError, UserError):
         raise
     except Exception as error:
         why = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
@@ -60,6 +60,17 @@ def read_torch_file(path: Path) -> Any:
             f"weights: {path}: expected tensors only, in a file by torch.save(model.state_dict(), ...) or safetensors; "
             f"a whole model, or anything else that runs code when it is read, is refused ({why[:200]})"
         ) from error
+
+
+def _dense(content: Any, name: str = "tensor", depth: int = DEPTH) -> Any:
+    """Make every tensor within dense; a checkpoint may also hold plain values."""
+    if isinstance(content, Tensor):
+        return dense(name, content)
+    if isinstance(content, Mapping) and depth:
+        return {key: _dense(value, str(key), depth - 1) for key, value in content.items()}
+    if type(content) in (list, tuple) and depth:
+        return type(content)(_dense(value, name, depth - 1) for value in content)
+    return content
 
 
 def _state(path: Path, content: Any) -> dict[str, Tensor]:

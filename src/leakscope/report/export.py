@@ -13,6 +13,7 @@ from typing import Any
 
 from leakscope import __version__
 from leakscope.contracts.certificate import Certificate
+from leakscope.contracts.printable import printable
 from leakscope.contracts.tables import shipped_text
 from leakscope.metrics import MEASURES
 from leakscope.report.audited import audited_lines
@@ -120,7 +121,7 @@ def csv_text(lines: Sequence[Mapping[str, Any]]) -> str:
     writer = csv.DictWriter(stream, list(dict.fromkeys(key for line in lines for key in line)), lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
-    return stream.getvalue()
+    return printable(stream.getvalue())
 
 
 def _advice(verdict: Verdict, command: str | None) -> dict[str, Any] | None:

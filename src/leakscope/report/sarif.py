@@ -18,6 +18,7 @@ from urllib.parse import quote
 from pydantic import Field, TypeAdapter, ValidationError
 
 from leakscope import __version__
+from leakscope.contracts.printable import printable
 from leakscope.report.sentences import over_examples, strongest_words
 from leakscope.report.words import TEXTS
 from leakscope.results.reasons import Reason
@@ -135,8 +136,17 @@ def sarif_log(store: Store, verdict: Verdict, source: Source | None = None) -> d
         "results": [{**result, "ruleIndex": positions[result["ruleId"]]} for result in results],
         "properties": {"outcome": verdict.outcome, "worstPsnr": worst, "summary": str(verdict)},
     }
-    log: dict[str, Any] = plain({"$schema": SCHEMA_URI, "version": "2.1.0", "runs": [run]})
+    log: dict[str, Any] = _shown(plain({"$schema": SCHEMA_URI, "version": "2.1.0", "runs": [run]}))
     return log
+
+
+def _shown(value: Any) -> Any:
+    """Escape every text within, for viewers show them as they are."""
+    if isinstance(value, dict):
+        return {printable(key): _shown(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_shown(one) for one in value]
+    return printable(value) if isinstance(value, str) else value
 
 
 _BASES = {REPOSITORY: "The root of the audited repository.", PACKAGES: "The folder of installed Python packages."}

@@ -16,15 +16,13 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from leakscope.contracts.disk import atomic_write, private_folder
+from leakscope.contracts.printable import printable
 from leakscope.contracts.tables import shipped_text
 from leakscope.report import words
 from leakscope.report.sentences import certificate_details, certificate_words, flag_remedy, strongest_words
 from leakscope.results.records import counted, highest, mean, number, texts
 
 FileName = str | os.PathLike[str]
-
-# Control characters (of a coloured error text, say) are no HTML; line ends and tabs are.
-_CONTROLS = {code: "\ufffd" for code in range(32) if chr(code) not in "\t\n\r"} | {127: "\ufffd"}
 
 
 def environment(**options: Any) -> Environment:
@@ -66,7 +64,7 @@ def fill(template: str, context: dict[str, Any]) -> str:
     style = Markup(shipped_text("leakscope.report", "style.css"))
     page = html.get_template(template).render(**context, style=style, script=Markup(script), script_hash=digest)
     # A lone surrogate from a JSON escape cannot be written as UTF-8.
-    return page.translate(_CONTROLS).encode("utf-8", "replace").decode("utf-8")
+    return printable(page).encode("utf-8", "replace").decode("utf-8")
 
 
 def write_page(path: FileName, page: str) -> Path:

@@ -99,11 +99,14 @@ class Store:
                     connection.execute("INSERT INTO meta VALUES (?, ?)", (key, _dump(value)))
                 connection.execute("PRAGMA journal_mode=WAL")
             os.replace(temporary, target)
-        except BaseException:
+            return cls(folder, _connect(target, "write"), lock)
+        except BaseException as error:
             temporary.unlink(missing_ok=True)
             _release_lock(lock)
+            if isinstance(error, sqlite3.Error):
+                full = "Is the disk full, or the size of files limited (ulimit -f)?"
+                raise StoreError(f"{target}: cannot be written: {error}. {full}") from error
             raise
-        return cls(folder, _connect(target, "write"), lock)
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str], *, write: bool = False) -> Self:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import pickle
+import queue
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -17,6 +19,7 @@ from leakscope.audit.setup import Setup, torch_threads
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.settings import Setting, settings_of
 
+T = TypeVar("T")
 #: Told of what happens to a job.
 Emit = Callable[[dict[str, Any]], None]
 #: Keeps what became of a job.
@@ -104,6 +107,30 @@ def throttled(job: Job, emit: Emit, seconds: float = ADVANCE_SECONDS) -> Advance
             emit({"event": "advanced", "job": job, "done": int(done), "total": int(total), "value": float(value)})
 
     return advance
+
+
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """Return what ``call`` returns; raise TimeoutError where it takes longer, and leave its thread behind.
+
+    >>> within(5.0, lambda: 3)
+    3
+    """
+    answers: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put((True, call()))
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+            answers.put((False, error))
+
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        fine, answer = answers.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"no answer within {seconds:g} s") from None
+    if not fine:
+        raise answer
+    return answer
 
 
 @dataclass(eq=False)

@@ -4,11 +4,10 @@ The set-up (model, data) goes into the object store once. Each worker is an acto
 one job at a time. Ray is loaded when an audit asks for it.
 """
 
+import atexit
 import contextlib
 import math
 import os
-import pickle
-import platform
 import signal
 import socket
 import sys
@@ -22,23 +21,22 @@ from typing import Any
 
 import torch
 
-from leakscope.audit.attempts import Bench, failure_text
-from leakscope.audit.estimate import try_out
-from leakscope.audit.executors.base import Crew, Emit, Executor, ExecutorError, Record, Worker, packed, throttled
+from leakscope.audit.executors.base import Crew, Emit, Executor, ExecutorError, Record, Worker, packed, within
 from leakscope.audit.executors.processes import default_workers, inheritance
+from leakscope.audit.executors.ray_worker import Board, RayWorker
 from leakscope.audit.keys import versions
-from leakscope.audit.output import unfailing_output
 from leakscope.audit.plan import Job
-from leakscope.audit.setup import Setup, is_intact
-from leakscope.contracts.errors import UserError
+from leakscope.audit.setup import Setup
 from leakscope.contracts.registry import own_folders
 from leakscope.contracts.settings import setting
 from leakscope.results.records import counted
 
 #: How often a job is begun again whose worker or node was lost; one that ends every worker is a failed row after that.
 RETRIES = 2
-#: Seconds between two posts of a worker, two looks at the board, and two at the nodes.
-POST_SECONDS, BOARD_SECONDS, NODES_SECONDS = 1.0, 0.5, 5.0
+#: Seconds between two looks at the board, and two at the nodes.
+BOARD_SECONDS, NODES_SECONDS = 0.5, 5.0
+#: Seconds in which a cluster must answer, and end; where its processes died, Ray itself may wait for ever.
+ANSWER_SECONDS, END_SECONDS = 30.0, 20.0
 #: Seconds without a node that could do a job after which the audit ends.
 STRANDED_SECONDS = 30.0
 #: Packages whose version decides what a row holds.
@@ -131,7 +129,7 @@ class _Actors(Crew[_Actor]):
 
     def _listen(self, worker: _Actor) -> None:
         try:
-            kind, content = self._ray.get(worker.answer)
+            kind, content = self._ray.get(worker.answer, timeout=ANSWER_SECONDS)
         except self._ray.exceptions.RayError as error:
             self._lose(worker, error)
             return
@@ -158,13 +156,13 @@ class _Actors(Crew[_Actor]):
 
     def _stop(self, worker: _Actor) -> None:
         worker.answer = None
-        with contextlib.suppress(self._ray.exceptions.RayError):
-            self._ray.kill(worker.actor, no_restart=True)
+        with contextlib.suppress(self._ray.exceptions.RayError, TimeoutError):
+            within(END_SECONDS, lambda: self._ray.kill(worker.actor, no_restart=True))
 
     def _read_board(self) -> None:
         posted: dict[str, Any] = {}
         with contextlib.suppress(self._ray.exceptions.RayError):  # the board was lost, and comes again with nothing on
-            posted = self._ray.get(self._posted)
+            posted = self._ray.get(self._posted, timeout=ANSWER_SECONDS)
         self._posted, self._look_at = None, time.monotonic() + BOARD_SECONDS
         busy = {worker.job.key for worker in self._workers if worker.job is not None}
         for key, steps in posted.items():
@@ -172,9 +170,12 @@ class _Actors(Crew[_Actor]):
                 self._emit({"event": "advanced", "job": self._by_key[key], **steps})
 
     def _check_nodes(self) -> None:
-        """Raise ExecutorError where no node that is left could do a job."""
+        """Raise ExecutorError where no node that is left could do a job, or nobody says which are left.
+
+        Also while workers are at work: where the head died, nobody tells that they are gone.
+        """
         now = time.monotonic()
-        if any(worker.ready for worker in self._workers) or now < self._nodes_at:
+        if now < self._nodes_at:
             return
         self._nodes_at = now + NODES_SECONDS
         if places(alive_nodes(self._ray), self._threads, self._gpus) > 0:
@@ -204,59 +205,6 @@ def _cause(error: Exception) -> str:
         if mark in text:
             return text.split(mark, 1)[1].split(".")[0].split("\n")[0].strip()
     return type(error).__name__
-
-
-class RayWorker:
-    """One process of the cluster: prepared once from the object store, then one job after another."""
-
-    def prepare(self, content: bytes, folders: Sequence[str], ours: dict[str, str], board: Any) -> tuple[str, Any]:
-        """Unpack the audit; return ("ready", None), or ("broken", why) where this node is not like the audit's own.
-
-        ``content`` comes through the object store; no file is ever unpickled. ``folders`` are searched last, so that
-        none of their files stands in for another.
-        """
-        sys.path += [folder for folder in folders if folder not in sys.path]
-        theirs = {name: version for name, version in versions().items() if name in ours}
-        differing = [f"{name} {theirs[name]}, not {ours[name]}" for name in ours if theirs[name] != ours[name]]
-        if differing:
-            return "broken", f"On {platform.node()} there is {', '.join(differing)}. Install the same there."
-        try:
-            setup: Setup = pickle.loads(content)
-            torch.set_num_threads(setup.spec.threads)
-            if not is_intact(setup):
-                raise UserError("the model that arrived is not that which was sent; its code must be the same here")
-        except Exception as error:  # noqa: BLE001 - told to the audit's process, which stops with it
-            return "broken", f"On {platform.node()}: {failure_text(error)}"
-        self._setup, self._bench, self._board = setup, Bench(setup), board
-        return "ready", None
-
-    def run(self, job: Job) -> tuple[str, Any]:
-        def emit(event: dict[str, Any]) -> None:
-            steps = {name: event[name] for name in ("done", "total", "value")}
-            with contextlib.suppress(Exception):  # where the node is going down, the job must not fail for the telling
-                if self._board is not None:
-                    self._board.post.remote(job.key, steps)
-
-        with unfailing_output():
-            return "outcome", self._bench.run(job, throttled(job, emit, POST_SECONDS))
-
-    def try_out(self, job: Job) -> tuple[str, Any]:
-        with unfailing_output():
-            return "tried", try_out(self._setup, job)
-
-
-class Board:
-    """Progress of jobs by key; whoever takes it leaves it empty."""
-
-    def __init__(self) -> None:
-        self._posted: dict[str, dict[str, float]] = {}
-
-    def post(self, key: str, steps: dict[str, float]) -> None:
-        self._posted[key] = steps
-
-    def take(self) -> dict[str, dict[str, float]]:
-        posted, self._posted = self._posted, {}
-        return posted
 
 
 #: Seconds for the head of a cluster to answer.
@@ -296,7 +244,10 @@ def connection(address: str | None, processors: int, threads: int, size: int) ->
     try:
         yield ray
     finally:
-        ray.shutdown()
+        try:
+            within(END_SECONDS, ray.shutdown)
+        except TimeoutError:
+            atexit.unregister(ray.shutdown)  # or Python would wait for it at its own end
 
 
 def library() -> Any:
@@ -312,7 +263,16 @@ def library() -> Any:
 
 
 def alive_nodes(ray: Any) -> list[dict[str, float]]:
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    """Return the resources of each node; raise ExecutorError where the cluster does not say."""
+    try:
+        nodes = within(ANSWER_SECONDS, ray.nodes)
+    except (TimeoutError, OSError, RuntimeError, ray.exceptions.RayError) as error:
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ExecutorError(
+            f"the cluster does not answer any more ({why}). Finished jobs are kept; the same command goes on with the "
+            "rest once it is there again."
+        ) from error
+    return [node["Resources"] for node in nodes if node["Alive"]]
 
 
 def _without_folder() -> Any:
