@@ -159,7 +159,9 @@ class AuditSpec(Strict):
     )
     pictures: bool | None = key("whether originals and reconstructions are kept; default: only if not private", None)
     show_names: bool = key(
-        "whether results tell the names of private data, of its classes, and of folders; default: they do not", False
+        "whether results tell the names of private data, of its classes, and of folders, and the labels of its "
+        "examples; default: they do not",
+        False,
     )
     controls: Annotated[list[str], BeforeValidator(_controls)] = key(
         "controls beside each attack: `true`, `false` or their kinds", True

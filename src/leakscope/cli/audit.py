@@ -114,7 +114,7 @@ def audit(
     pictures: Annotated[
         bool | None, typer.Option("--pictures/--no-pictures", help="Show private pictures in the report.")
     ] = None,
-    show_names: Annotated[bool | None, typer.Option("--show-names", help="Tell names of private data.")] = None,
+    show_names: Annotated[bool | None, typer.Option("--show-names", help="Tell names and labels of private data.")] = None,
     allow_code: Annotated[bool, typer.Option("--allow-code", help=ALLOW_CODE)] = False,
     sarif: SarifFile = None,
     *,

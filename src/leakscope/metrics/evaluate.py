@@ -17,6 +17,8 @@ from leakscope.metrics.perceptual import NO_WEIGHTS, Lpips
 
 NON_FINITE = "non-finite reconstruction"
 NOTHING = "nothing reconstructed"
+#: What a row tells of labels beside whether a guess is right.
+LABELS = ("label", "label_guess")
 NO_OTHERS = "no other candidates to tell the original from"
 
 

@@ -97,7 +97,7 @@ def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict
         "costs": costs_section(findings, named),
         "study": study_section(study_store(store, verdict), named, gallery),
         "curves": settings.curves_section(store, rows),
-        "jobs": settings.jobs_section(rows, meta["data"]),
+        "jobs": settings.jobs_section(rows, meta["data"], gallery.labelled),
         "findings": findings,
         "fates": settings.fates(findings, _findings_planned(meta["plan"])),
         "names": {setting.scenario: setting.name for setting in named},
