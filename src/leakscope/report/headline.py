@@ -1,5 +1,6 @@
 """The first screen of an audit's page: may it be sent, what came back, and what to do next."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +10,8 @@ from leakscope.report import words
 from leakscope.report.pictures import Gallery
 from leakscope.report.sentences import advice_text, certificate_details, in_a_row, reason_text
 from leakscope.results.headline import Headline
-from leakscope.results.records import NAN, highest, mapping, number
+from leakscope.results.policy import Policy
+from leakscope.results.records import mapping
 from leakscope.results.setting_verdict import SettingVerdict, StrongestExample
 from leakscope.results.store import Store
 from leakscope.results.verdict import Verdict
@@ -17,6 +19,8 @@ from leakscope.results.verdict import Verdict
 _TEXTS: dict[str, Any] = words.TEXTS["headline"]
 _TITLES: dict[str, str] = words.TEXTS["titles"]
 _RECOMMENDED: dict[str, str] = words.TEXTS["recommended"]
+#: From which lift on the update has told something (dB), as the policy has it by default.
+LIFT = Policy().min_lift
 #: Scenarios that are told one by one; more are counted.
 MOST_TOLD = 3
 
@@ -40,8 +44,10 @@ def headline_section(store: Store, verdict: Verdict, gallery: Gallery, finished:
         "by": str(about.get("by") or ""),
         "date": (finished or str(store.meta("created") or ""))[:10],
         "figures": told.figures(gallery),
+        "shown": headline.compared[0],
         "tiles": told.tiles(verdict),
         "nearest": told.nearest_details(),
+        "whole": "" if verdict.outcome == headline.outcome else _whole(verdict),
         "came_back": {one.scenario: f"{_leaking(one)} of {len(one.examples)}" for one in verdict.settings},
     }
 
@@ -107,7 +113,7 @@ class Told:
 
     def _how(self, psnrs: Sequence[float]) -> str:
         """Say how near those that came back are, from the farthest to the nearest."""
-        steps = [(float(limit), how) for limit, how in _TEXTS[f"near-{self.noun}"]]
+        steps = [(float(limit), how) for limit, how in _TEXTS["near"]]
         found = [next((how for limit, how in steps if psnr < limit), "") for psnr in psnrs]
         measured = [how for how in dict.fromkeys(how for _, how in steps) if how in found]
         if not measured:
@@ -117,19 +123,18 @@ class Told:
     def _nearest(self) -> list[str]:
         """Say how near the best attempt came where nothing came back."""
         shown = self.headline.most_exposed
-        if shown is None or shown.leaks or self.noun != "image" or not shown.values:
+        # Dark images have a high PSNR from the start: a likeness is told only of what the update gave away.
+        if shown is None or shown.leaks or self.noun != "image" or math.isnan(shown.lift):
             return []
-        known = shown.lift <= 0
-        if number(shown.psnr) != shown.psnr:
-            return []
-        return [_TEXTS["known"] if known else _TEXTS["nearest"].format(likeness=words.likeness(shown.psnr))]
+        near = shown.lift >= LIFT
+        return [_TEXTS["nearest"].format(likeness=words.likeness(shown.psnr)) if near else _TEXTS["known"]]
 
     def nearest_details(self) -> str:
         """Name the most exposed example with its numbers, for small print."""
         shown = self.headline.most_exposed
         if shown is None:
             return ""
-        lift = "" if shown.lift != shown.lift else _TEXTS["lift"].format(lift=words.fixed(shown.lift))
+        lift = "" if math.isnan(shown.lift) else _TEXTS["lift"].format(lift=words.fixed(shown.lift))
         proof = certificate_details(shown.certificate, shown.psnr)
         facts = {"index": shown.index, "name": self._name(shown), "attack": shown.attack_name, "seed": shown.seed}
         psnr = f"{MEASURES['psnr'].label} {words.fixed(shown.psnr)} dB"
@@ -137,8 +142,8 @@ class Told:
         return f"{text} {proof[:1].upper()}{proof[1:]}." if proof else text
 
     def figures(self, gallery: Gallery) -> list[tuple[Any, str]]:
-        """Show the most exposed example: the original, and what came back without and with the defence."""
-        shown, reference = self.headline.most_exposed, self.headline.reference
+        """Show one example: the original, and what came back without and with the defence."""
+        shown, reference = self.headline.compared
         if shown is None:
             return []
         original, guess = gallery.pair(shown, "worst")
@@ -165,6 +170,10 @@ class Told:
             tiles += [(_TEXTS["bare"].capitalize(), *_share_of(one)) for one in same]
         within = sum(one.outcome == "within policy" for one in verdict.settings)
         return [*tiles, (_TEXTS["within-tile"], within, f"of {len(verdict.settings)}")]
+
+
+def _whole(verdict: Verdict) -> str:
+    return str(_TEXTS["whole"].format(outcome=verdict.outcome, code=verdict.exit_code))
 
 
 def _leaking(setting: SettingVerdict) -> int:

@@ -51,13 +51,17 @@ class Headline:
         return max(examples, key=lambda example: (example.leaks, example.exposure), default=None)
 
     @property
-    def reference(self) -> StrongestExample | None:
-        """Return the same example under its undefended reference; None where there is none."""
-        shown = self.most_exposed
-        if shown is None:
-            return None
-        same = (e for one in self.references if one.protocol == shown.protocol for e in one.examples)
-        return next((example for example in same if example.index == shown.index), None)
+    def compared(self) -> tuple[StrongestExample | None, StrongestExample | None]:
+        """Return an example to show and the same under its undefended reference, which may lack it.
+
+        That is the most exposed one. Where nothing leaks, it is the most exposed of those that the reference has too.
+        """
+        bare = {(one.protocol, example.index): example for one in self.references for example in one.examples}
+        examples = [e for one in self.decisive for e in one.examples if (e.protocol, e.index) in bare]
+        shown = max(examples, key=lambda example: example.exposure, default=None)
+        if shown is None or self.outcome == "leaks":
+            shown = self.most_exposed
+        return shown, None if shown is None else bare.get((shown.protocol, shown.index))
 
 
 def _first(order: Iterable[Outcome], settings: Iterable[SettingVerdict], protocol: str) -> Outcome:
