@@ -82,4 +82,9 @@ def test_a_doubt_about_the_whole_audit_stands_in_the_way_of_a_pass() -> None:
 
 def test_nothing_audited_has_no_decisive_scenario() -> None:
     told = headline(scenario(SGD, "none", OPEN), outcome="nothing audited")
-    assert (told.outcome, told.decisive, told.most_exposed, told.compared) == ("nothing audited", (), None, (None, None))
+    assert (told.outcome, told.decisive, told.most_exposed, told.compared) == (
+        "nothing audited",
+        (),
+        None,
+        (None, None),
+    )

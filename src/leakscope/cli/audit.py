@@ -114,7 +114,9 @@ def audit(
     pictures: Annotated[
         bool | None, typer.Option("--pictures/--no-pictures", help="Show private pictures in the report.")
     ] = None,
-    show_names: Annotated[bool | None, typer.Option("--show-names", help="Tell names and labels of private data.")] = None,
+    show_names: Annotated[
+        bool | None, typer.Option("--show-names", help="Tell names and labels of private data.")
+    ] = None,
     about: Annotated[list[str] | None, _help("about", 'by="Ann Lee"; repeatable')] = None,
     allow_code: Annotated[bool, typer.Option("--allow-code", help=ALLOW_CODE)] = False,
     sarif: SarifFile = None,

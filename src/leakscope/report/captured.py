@@ -102,9 +102,7 @@ def render_captured(result: Any, title: str, pictures: bool = False, names: bool
     return fill("captured.html.j2", context)
 
 
-def write_captured(
-    result: Any, path: FileName, title: str, pictures: bool = False, names: bool = False
-) -> Path:
+def write_captured(result: Any, path: FileName, title: str, pictures: bool = False, names: bool = False) -> Path:
     """Write the page of an attack on a captured update to ``path``."""
     return write_page(path, render_captured(result, title, pictures, names))
 

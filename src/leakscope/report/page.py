@@ -14,8 +14,8 @@ from leakscope.report import settings, words
 from leakscope.report.audited import audited_lines
 from leakscope.report.defense_study import study_section
 from leakscope.report.export import csv_text, study_table
-from leakscope.report.headline import headline_section
 from leakscope.report.findings import costs_section, embedding_section, updates_section
+from leakscope.report.headline import headline_section
 from leakscope.report.limits import limits_section
 from leakscope.report.pictures import Gallery
 from leakscope.report.sentences import REMEDIES, SharedReason, by_remedy, shared_remarks
