@@ -164,8 +164,8 @@ class AuditSpec(Strict):
         False,
     )
     about: dict[Literal["model", "data", "by"], str] = key(
-        "what the report calls the `model` and the `data`, and `by` whom the audit was run; default: their names in the "
-        "spec, and nobody",
+        "what the report calls the `model` and the `data`, and `by` whom the audit was run; default: their names in "
+        "the spec, and nobody",
         {},
     )
     controls: Annotated[list[str], BeforeValidator(_controls)] = key(
