@@ -31,7 +31,7 @@ from leakscope.contracts.observation import Observation
 from leakscope.contracts.protocol import Protocol
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.matching.orders import Order
-from leakscope.metrics import LABELS, Evaluation
+from leakscope.metrics import Evaluation
 from leakscope.results.records import AttemptRecord, FindingRow, Row, Status, first_line, plain
 
 TRACEBACK_LINES = 12
@@ -296,14 +296,13 @@ def _examples(
     setup: Setup, job: Job, measured: Evaluation, scores: list[float], certificates: Sequence[Certificate | None] = ()
 ) -> list[dict[str, Any]]:
     examples = []
-    for place, (index, numbers) in enumerate(zip(setup.batches[job.batch], measured.rows, strict=False)):
+    rows = measured.told(labels=not setup.hides_names)
+    for place, (index, numbers) in enumerate(zip(setup.batches[job.batch], rows, strict=False)):
         source = int(measured.order[place])
         score = scores[source] if 0 <= source < len(scores) else None
         certificate = certificates[source] if 0 <= source < len(certificates) else None
         proof = None if certificate is None else plain(dataclasses.asdict(certificate))
-        # Whether a guess at a label is right is a measure, and stays.
-        told = {key: value for key, value in numbers.items() if key not in LABELS or not setup.hides_names}
-        examples.append({"index": index, **plain(told), "score": plain(score), "certificate": proof})
+        examples.append({"index": index, **plain(numbers), "score": plain(score), "certificate": proof})
     return examples
 
 

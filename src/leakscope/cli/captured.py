@@ -310,7 +310,6 @@ def _write(result: Any, facts: dict[str, Any], out: Path, title: str, pictures: 
     from safetensors.torch import save
 
     from leakscope.contracts.disk import atomic_write, private_folder
-    from leakscope.metrics import LABELS
     from leakscope.report.captured import BASELINES, confidence_words, write_captured
     from leakscope.report.pictures import png
     from leakscope.results.records import plain
@@ -322,8 +321,6 @@ def _write(result: Any, facts: dict[str, Any], out: Path, title: str, pictures: 
     if recovered.inputs.dim() == 4:
         for number, picture in enumerate(result.observation.inputs.to_unit(recovered.inputs.cpu()).clamp(0, 1)):
             atomic_write(out / f"reconstruction-{number}.png", png(picture))
-    rows = () if result.evaluation is None else result.evaluation.rows
-    measures = [{key: value for key, value in row.items() if names or key not in LABELS} for row in rows]
     summary = {
         **facts,
         "labels": None if recovered.labels is None or not names else recovered.labels.tolist(),
@@ -339,7 +336,7 @@ def _write(result: Any, facts: dict[str, Any], out: Path, title: str, pictures: 
         "outcome": result.outcome,
         "confidence": confidence_words(result),
         "made": None if made is None else made.facts(),
-        "measures": measures or None,
+        "measures": None if result.evaluation is None else result.evaluation.told(names),
     }
     atomic_write(out / "reconstruction.json", json.dumps(plain(summary), indent=1, allow_nan=False).encode())
     write_captured(result, out / PAGE, title, pictures, names)

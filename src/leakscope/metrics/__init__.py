@@ -2,7 +2,6 @@
 
 from leakscope.metrics.assignment import assign, cost_matrix
 from leakscope.metrics.evaluate import (
-    LABELS,
     MAX_CANDIDATES,
     Evaluation,
     chance,
