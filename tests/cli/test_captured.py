@@ -181,7 +181,7 @@ def test_import_then_attack_measures_with_the_truth_and_hides_it_unless_asked(tm
 
 def test_labels_of_a_captured_update_are_told_only_if_asked_for(tmp_path: Path) -> None:
     before, after, words = plain_torch(tmp_path)
-    words = [*words[: words.index("--attack")], "--attack", "idlg:iterations=2"]
+    words = [*words[: words.index("--attack")], "--attack", "inverting-gradients:iterations=2,restarts=1"]
     attack = ["attack", "--before", before, "--after", after, *words, "--out"]
     assert leakscope(*attack, "plain", cwd=tmp_path).returncode == 0
     assert leakscope(*attack, "shown", "--show-names", cwd=tmp_path).returncode == 0

@@ -134,7 +134,8 @@ class Told:
         shown = self.headline.most_exposed
         if shown is None:
             return ""
-        lift = "" if math.isnan(shown.lift) else _TEXTS["lift"].format(lift=words.fixed(shown.lift))
+        side = "above" if shown.lift >= 0 else "below"
+        lift = "" if math.isnan(shown.lift) else _TEXTS[side].format(lift=words.fixed(abs(shown.lift)))
         proof = certificate_details(shown.certificate, shown.psnr)
         facts = {"index": shown.index, "name": self._name(shown), "attack": shown.attack_name, "seed": shown.seed}
         psnr = f"{MEASURES['psnr'].label} {words.fixed(shown.psnr)} dB"
