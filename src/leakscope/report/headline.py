@@ -85,7 +85,7 @@ class Told:
         if not headline.decisive:
             return [_TEXTS["unmeasured"]]
         if len(self.candidates) > MOST_TOLD:
-            counts = Counter(one.outcome for one in self.candidates)
+            counts: Counter[str] = Counter(one.outcome for one in self.candidates)
             shares = [f"{counts[one]} {_TEXTS[one][counts[one] > 1]}" for one in _TITLES if counts[one]]
             defended = _TEXTS["of-defended"] if headline.references else ""
             lines = [_TEXTS["of"].format(total=len(self.candidates), defended=defended, shares=in_a_row(shares))]
@@ -187,7 +187,7 @@ def _share_of(setting: SettingVerdict) -> tuple[int, str]:
 
 def recommendation(headline: Headline, verdict: Verdict, told: Told) -> tuple[str, str]:
     """Say what to do with the updates, and what to run next; the latter is empty where nothing is."""
-    key = headline.outcome
+    key: str = headline.outcome
     if key == "within policy" and (headline.others or headline.references):
         key += ", some"
     text = _RECOMMENDED[key].format(places=in_a_row([told.place(one) for one in headline.decisive[:MOST_TOLD]]))
