@@ -8,7 +8,7 @@ from typing import Any
 from leakscope.metrics import MEASURES
 from leakscope.report import words
 from leakscope.report.pictures import Gallery
-from leakscope.report.sentences import advice_text, certificate_details, in_a_row, reason_text
+from leakscope.report.sentences import advice_text, certificate_words, in_a_row, reason_text
 from leakscope.results.headline import Headline
 from leakscope.results.policy import Policy
 from leakscope.results.records import mapping
@@ -136,11 +136,14 @@ class Told:
             return ""
         side = "above" if shown.lift >= 0 else "below"
         lift = "" if math.isnan(shown.lift) else _TEXTS[side].format(lift=words.fixed(abs(shown.lift)))
-        proof = certificate_details(shown.certificate, shown.psnr)
+        proof = shown.certificate
         facts = {"index": shown.index, "name": self._name(shown), "attack": shown.attack_name, "seed": shown.seed}
         psnr = f"{MEASURES['psnr'].label} {words.fixed(shown.psnr)} dB"
         text = _TEXTS["details"].format(psnr=psnr, lift=lift, **facts)
-        return f"{text} {proof[:1].upper()}{proof[1:]}." if proof else text
+        if proof is None:
+            return text
+        proved = _TEXTS["proved"].format(words=certificate_words(proof, shown.psnr), method=proof.method)
+        return f"{text} {proved}"
 
     def figures(self, gallery: Gallery) -> list[tuple[Any, str]]:
         """Show one example: the original, and what came back without and with the defence."""
