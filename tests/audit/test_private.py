@@ -14,7 +14,7 @@ from PIL import Image
 
 from leakscope.audit.run import run_spec
 from leakscope.audit.setup import build_setup
-from leakscope.audit.spec import AuditSpec
+from leakscope.audit.spec import AuditSpec, SpecError
 from leakscope.results import Store
 
 SECRETS = ("ann-miller", "carcinoma", "benign-naevus")
@@ -60,6 +60,39 @@ def test_names_are_told_if_asked_for(folder: Path, tmp_path: Path) -> None:
     assert all(secret in page for secret in SECRETS)
     with Store.open(tmp_path / "out") as store:
         assert store.meta("data")["class_names"] == ["benign-naevus", "carcinoma"]
+
+
+def keys_of(value: Any) -> set[str]:
+    """Every key in nested mappings and lists."""
+    if isinstance(value, dict):
+        return set(value) | {key for item in value.values() for key in keys_of(item)}
+    return {key for item in value for key in keys_of(item)} if isinstance(value, list) else set()
+
+
+def test_labels_of_private_examples_are_stored_only_with_their_names(folder: Path, tmp_path: Path) -> None:
+    labels = {"label", "label_guess"}
+    hidden = run_spec(settings(folder, attacks="idlg"), tmp_path / "hidden")
+    assert {row.status for row in hidden.rows} == {"done"}
+    stored = [dict(row.raw or {}) for row in hidden.rows]
+    assert all("label_correct" in example for one in stored for example in one["examples"])
+    assert not labels & {key for one in stored for key in keys_of(one)}
+    assert all(example.label is None for row in hidden.rows for example in row.examples)
+    shown = run_spec(settings(folder, attacks="idlg", show_names=True), tmp_path / "shown")
+    assert all(labels <= keys_of(dict(row.raw or {})) for row in shown.rows)
+    tiles = {"model": "logistic", "data": "tiles", "examples": 1, "attacks": "linear-layer", "findings": False}
+    assert all(labels <= keys_of(dict(row.raw or {})) for row in run_spec(tiles, tmp_path / "public").rows)
+
+
+def test_what_a_user_calls_model_data_and_themselves_is_kept_and_changes_no_job(folder: Path, tmp_path: Path) -> None:
+    first = run_spec(settings(folder), tmp_path / "out")
+    about = {"model": "Chest net", "by": "Ann Lee"}
+    again = run_spec(settings(folder, about=about), tmp_path / "out")
+    assert [row.key for row in again.rows] == [row.key for row in first.rows]
+    page = again.report().read_text(encoding="utf-8")
+    assert "Chest net on folder" in page
+    assert "by Ann Lee" in page
+    with pytest.raises(SpecError, match="about"):
+        run_spec(settings(folder, about={"owner": "me"}), tmp_path / "wrong")
 
 
 def test_tracebacks_of_failed_jobs_name_no_folders(folder: Path, tmp_path: Path) -> None:

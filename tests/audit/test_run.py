@@ -44,9 +44,9 @@ def test_finds_the_leak_and_clears_the_defence(tmp_path: Path) -> None:
     assert row.result.info["threads"] == 1
     assert row.result.info["steps"] == 1
     assert row.raw is not None
-    assert {"index", "label", "label_guess", "mse", "psnr", "ssim", "lpips", "identified", "score"} <= set(
-        row.raw["examples"][0]
-    )
+    told = {"index", "label_correct", "mse", "psnr", "ssim", "lpips", "identified", "score"}
+    assert told <= row.raw["examples"][0].keys()
+    assert not {"label", "label_guess"} & row.raw["examples"][0].keys(), "examples in memory are private"
     assert (row.result.adaptive, row.result.diagnosis is None) == (False, False)
     assert done.store.history(row.key) == {"objective": [[1.0, 0.5, None]]}
     meta = {key: done.store.meta(key) for key in ("format", "plan", "policy", "data", "model", "versions")}

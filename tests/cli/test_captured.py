@@ -176,6 +176,21 @@ def test_import_then_attack_measures_with_the_truth_and_hides_it_unless_asked(tm
     told = json.loads((tmp_path / "plain" / "reconstruction.json").read_text())
     assert told["measures"][0]["psnr"] > 50
     assert told["measures"][0]["label_correct"] is None  # this attack names no label
+    assert not {"label", "label_guess"} & told["measures"][0].keys()
+
+
+def test_labels_of_a_captured_update_are_told_only_if_asked_for(tmp_path: Path) -> None:
+    before, after, words = plain_torch(tmp_path)
+    words = [*words[: words.index("--attack")], "--attack", "inverting-gradients:iterations=2,restarts=1"]
+    attack = ["attack", "--before", before, "--after", after, *words, "--out"]
+    assert leakscope(*attack, "plain", cwd=tmp_path).returncode == 0
+    assert leakscope(*attack, "shown", "--show-names", cwd=tmp_path).returncode == 0
+    plain, shown = ((tmp_path / name / "report.html").read_text() for name in ("plain", "shown"))
+    told = [json.loads((tmp_path / name / "reconstruction.json").read_text())["labels"] for name in ("plain", "shown")]
+    assert told[0] is None
+    assert f"<figcaption>label {told[1][0]}," in shown
+    assert "<figcaption>label" not in plain
+    assert "--show-names" in plain
 
 
 def test_an_update_file_with_its_sign(tmp_path: Path) -> None:

@@ -42,6 +42,10 @@ def test_audit_and_report_write_the_same_findings_at_the_lines_of_the_spec(folde
     command = ["audit", "leakscope.yaml", "--out", "run", "--serial", "-q", "--sarif", "new/findings.sarif"]
     assert CliRunner().invoke(app, command).exit_code == 1
     first = (folder / "new" / "findings.sarif").read_bytes()
+    assert [oct(one.stat().st_mode & 0o777) for one in (folder / "new", folder / "new" / "findings.sarif")] == [
+        "0o700",
+        "0o600",
+    ]
     assert str(folder).encode() not in first
     assert places(folder / "new" / "findings.sarif")[0] == ("leakscope.yaml", 9)
     again = CliRunner().invoke(app, ["report", "run", "--sarif", "again.sarif", "--json"])

@@ -296,7 +296,8 @@ def _examples(
     setup: Setup, job: Job, measured: Evaluation, scores: list[float], certificates: Sequence[Certificate | None] = ()
 ) -> list[dict[str, Any]]:
     examples = []
-    for place, (index, numbers) in enumerate(zip(setup.batches[job.batch], measured.rows, strict=False)):
+    rows = measured.told(labels=not setup.hides_names)
+    for place, (index, numbers) in enumerate(zip(setup.batches[job.batch], rows, strict=False)):
         source = int(measured.order[place])
         score = scores[source] if 0 <= source < len(scores) else None
         certificate = certificates[source] if 0 <= source < len(certificates) else None

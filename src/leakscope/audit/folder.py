@@ -99,11 +99,11 @@ def _meta(setup: Setup) -> dict[str, Any]:
 
 
 def _told_data(setup: Setup) -> dict[str, Any]:
-    data, hidden = setup.data, setup.data.private and not setup.spec.show_names
+    data = setup.data
     return {
         "name": setup.data_name,
         "private": data.private,
-        "credits": "" if hidden else data.credits,
+        "credits": "" if setup.hides_names else data.credits,
         "shape": list(data.x.shape[1:]),
         "inputs": data.public_inputs.facts(),
         "num_classes": data.num_classes,

@@ -64,14 +64,18 @@ class Setup:
     course: Course | None = None
 
     @property
+    def hides_names(self) -> bool:
+        """Tell whether names and labels stay out of results; those of private data are told only if asked for."""
+        return self.data.private and not self.spec.show_names
+
+    @property
     def data_name(self) -> str:
         """Name the data in results: private data by its reader, for its file may name people."""
-        hidden = self.data.private and not self.spec.show_names and self.spec.data.instance is None
-        return self.spec.data.name if hidden else self.data.name
+        return self.spec.data.name if self.hides_names and self.spec.data.instance is None else self.data.name
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
-        return None if self.data.private and not self.spec.show_names else self.data.class_names
+        return None if self.hides_names else self.data.class_names
 
     @property
     def pictures(self) -> bool:

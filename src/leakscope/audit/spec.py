@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, PrivateAttr, ValidationError, ValidationInfo
 from pydantic_core import ErrorDetails
@@ -159,7 +159,14 @@ class AuditSpec(Strict):
     )
     pictures: bool | None = key("whether originals and reconstructions are kept; default: only if not private", None)
     show_names: bool = key(
-        "whether results tell the names of private data, of its classes, and of folders; default: they do not", False
+        "whether results tell the names of private data, of its classes, and of folders, and the labels of its "
+        "examples; default: they do not",
+        False,
+    )
+    about: dict[Literal["model", "data", "by"], str] = key(
+        "what the report calls the `model` and the `data`, and `by` whom the audit was run; default: their names in "
+        "the spec, and nobody",
+        {},
     )
     controls: Annotated[list[str], BeforeValidator(_controls)] = key(
         "controls beside each attack: `true`, `false` or their kinds", True

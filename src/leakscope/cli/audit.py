@@ -114,7 +114,10 @@ def audit(
     pictures: Annotated[
         bool | None, typer.Option("--pictures/--no-pictures", help="Show private pictures in the report.")
     ] = None,
-    show_names: Annotated[bool | None, typer.Option("--show-names", help="Tell names of private data.")] = None,
+    show_names: Annotated[
+        bool | None, typer.Option("--show-names", help="Tell names and labels of private data.")
+    ] = None,
+    about: Annotated[list[str] | None, _help("about", 'by="Ann Lee"; repeatable')] = None,
     allow_code: Annotated[bool, typer.Option("--allow-code", help=ALLOW_CODE)] = False,
     sarif: SarifFile = None,
     *,
@@ -153,6 +156,7 @@ def audit(
         "dtype": dtype,
         "pictures": pictures,
         "show_names": show_names,
+        "about": _about_option(about) if about else None,
         "executor": "serial" if serial else None if executor is None else parse_part(executor),
     }
     options = {key: value for key, value in chosen.items() if value is not None}
@@ -213,6 +217,13 @@ def _data_option(typed: str | None, path: Path | None, spec: Path | None) -> Any
     return {**section, "options": rest} if rest else section
 
 
+def _about_option(typed: Sequence[str]) -> dict[str, str]:
+    """Return the words of each ``--about KEY=TEXT``."""
+    if wrong := [one for one in typed if "=" not in one]:
+        raise UserError(f"--about {wrong[0]}: expected model=TEXT, data=TEXT or by=TEXT")
+    return {key: text for key, _, text in (one.partition("=") for one in typed)}
+
+
 def checked_spec(
     spec: Path | None, options: dict[str, Any], labels: Labels | None = None, allow_code: bool = False
 ) -> AuditSpec:
@@ -239,7 +250,7 @@ def _merged(written: Any, spec: Path, options: dict[str, Any]) -> dict[str, Any]
     if not isinstance(written, dict):
         raise SpecError([f"expected a mapping of settings, got {type(written).__name__}"], str(spec))
     settings = {**written, **options}
-    for key in ("policy", "data"):  # an option changes one thing of these, not all of them
+    for key in ("policy", "data", "about"):  # an option changes one thing of these, not all of them
         named = key == "data" and "name" in options.get(key, ())
         if isinstance(written.get(key), dict) and isinstance(options.get(key), dict) and not named:
             settings[key] = {**written[key], **options[key]}

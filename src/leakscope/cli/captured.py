@@ -228,6 +228,7 @@ def attack(
         typer.Option(help="Measure against this: .npz, .safetensors or .pt with x and y, a picture, or a folder."),
     ] = None,
     pictures: Annotated[bool, typer.Option("--pictures", help="Show originals of --truth in the page.")] = False,
+    show_names: Annotated[bool, typer.Option("--show-names", help="Tell labels, in the page and the JSON.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for what was recovered.")] = Path("leakscope-attack"),
     *,
     captured: Captured,
@@ -244,7 +245,7 @@ def attack(
     settings = {"seed": seed, "device": device, "controls": controls, "thorough": diagnose}
     result = _attacked(observed, attack, truth, observation is None, settings)
     title = ", ".join(path.name for path in ([observation] if observation else captured.sources))
-    _write(result, {"attack": repr(result.attack), "seed": seed}, out, title, pictures)
+    _write(result, {"attack": repr(result.attack), "seed": seed}, out, title, pictures, show_names)
     _tell(result, out)
 
 
@@ -301,8 +302,11 @@ def _stored(observation: Path, model: str | None, options: list[str]) -> Any:
     return Observation.load(observation, build_model(name, input_shape=shape, num_classes=classes, most=held))
 
 
-def _write(result: Any, facts: dict[str, Any], out: Path, title: str, pictures: bool) -> None:
-    """What an attack recovered: tensors, pictures, the attack's own opinion beside ``facts``, and the page."""
+def _write(result: Any, facts: dict[str, Any], out: Path, title: str, pictures: bool, names: bool) -> None:
+    """What an attack recovered: tensors, pictures, the attack's own opinion beside ``facts``, and the page.
+
+    Labels are written where ``names`` are asked for.
+    """
     from safetensors.torch import save
 
     from leakscope.contracts.disk import atomic_write, private_folder
@@ -319,7 +323,7 @@ def _write(result: Any, facts: dict[str, Any], out: Path, title: str, pictures: 
             atomic_write(out / f"reconstruction-{number}.png", png(picture))
     summary = {
         **facts,
-        "labels": None if recovered.labels is None else recovered.labels.tolist(),
+        "labels": None if recovered.labels is None or not names else recovered.labels.tolist(),
         "scores": recovered.scores.tolist(),
         "flags": list(recovered.flags),
         "notes": list(result.notes),
@@ -332,7 +336,7 @@ def _write(result: Any, facts: dict[str, Any], out: Path, title: str, pictures: 
         "outcome": result.outcome,
         "confidence": confidence_words(result),
         "made": None if made is None else made.facts(),
-        "measures": None if result.evaluation is None else list(result.evaluation.rows),
+        "measures": None if result.evaluation is None else result.evaluation.told(names),
     }
     atomic_write(out / "reconstruction.json", json.dumps(plain(summary), indent=1, allow_nan=False).encode())
-    write_captured(result, out / PAGE, title, pictures)
+    write_captured(result, out / PAGE, title, pictures, names)

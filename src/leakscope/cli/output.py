@@ -95,11 +95,12 @@ def write_sarif(store: Store, verdict: Verdict, path: Path | None) -> None:
     """The findings of an audit as a SARIF file, where one is asked for."""
     if path is None:
         return
+    from leakscope.contracts.disk import atomic_write, private_folder
     from leakscope.report.export import json_text
     from leakscope.report.sarif import sarif_log
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json_text(sarif_log(store, verdict)), encoding="utf-8")
+    private_folder(path.parent)
+    atomic_write(path, json_text(sarif_log(store, verdict)).encode())
 
 
 def relative(path: Path) -> str:

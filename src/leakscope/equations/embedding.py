@@ -107,7 +107,7 @@ def _behind_softmax(observation: Observation, head: Head, found: Embedding) -> E
     if apart > REFUSED:
         raise NotApplicable(f"behind the softmax no label explains the head's gradient: the nearest leaves {apart:.1e}")
     if observation.labels is not None and not torch.equal(labels, observation.labels.cpu()):
-        raise NotApplicable(f"the label that was found, {labels.tolist()}, is not the known one")
+        raise NotApplicable("the label that was found is not the known one")
     outputs = head.outputs(logits)
     return dataclasses.replace(
         found,

@@ -17,6 +17,8 @@ from leakscope.metrics.perceptual import NO_WEIGHTS, Lpips
 
 NON_FINITE = "non-finite reconstruction"
 NOTHING = "nothing reconstructed"
+#: What a row tells of labels beside whether a guess is right.
+_LABELS = ("label", "label_guess")
 NO_OTHERS = "no other candidates to tell the original from"
 
 
@@ -33,6 +35,10 @@ class Evaluation:
     reasons: dict[str, str]
     order: Tensor = field(repr=False)
     matched: Tensor = field(repr=False)
+
+    def told(self, labels: bool) -> list[dict[str, Any]]:
+        """Return the rows with ``labels`` or without; whether a guess at one is right is a measure, and stays."""
+        return [{key: value for key, value in row.items() if labels or key not in _LABELS} for row in self.rows]
 
 
 def evaluate(

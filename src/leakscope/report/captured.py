@@ -70,10 +70,17 @@ def assessment_line(result: Any) -> str:
     return "; ".join([*words, *shared_words(found.certificates), *found.flags, *result.notes])
 
 
-def render_captured(result: Any, title: str, pictures: bool = False) -> str:
-    """The HTML page of a :class:`leakscope.audit.assess.Assessment`; ``pictures`` shows the originals too."""
+def render_captured(result: Any, title: str, pictures: bool = False, names: bool = False) -> str:
+    """The HTML page of a :class:`leakscope.audit.assess.Assessment`.
+
+    ``pictures`` shows the originals too, ``names`` the labels.
+    """
     found, seen = result.reconstruction, result.observation
     headline, _, lead = confidence_words(result).partition(": ")
+    hidden = {
+        "hidden": result.truth is not None and not pictures,
+        "hidden-labels": found.labels is not None and not names,
+    }
     context = {
         "title": title,
         "headline": headline,
@@ -82,11 +89,11 @@ def render_captured(result: Any, title: str, pictures: bool = False) -> str:
         "found": found,
         "seen": seen,
         "count": len(found.inputs),
-        "examples": _examples(result, pictures),
+        "examples": _examples(result, pictures, names),
         "more": max(0, len(found.inputs) - MAX_SHOWN),
         "picture_note": channel_note(tuple(seen.input_shape)),
         "diagnosis": diagnosis_words(result),
-        "hidden": words.TEXTS["captured"]["hidden"] if result.truth is not None and not pictures else "",
+        "hidden": [words.TEXTS["captured"][what] for what, left_out in hidden.items() if left_out],
         "rows": [("what the attack returned", result), *((BASELINES[one.name], one) for one in result.baselines)],
         "measured": MEASURED if result.evaluation is not None else {},
         "meanings": FLAGS,
@@ -95,12 +102,12 @@ def render_captured(result: Any, title: str, pictures: bool = False) -> str:
     return fill("captured.html.j2", context)
 
 
-def write_captured(result: Any, path: FileName, title: str, pictures: bool = False) -> Path:
+def write_captured(result: Any, path: FileName, title: str, pictures: bool = False, names: bool = False) -> Path:
     """Write the page of an attack on a captured update to ``path``."""
-    return write_page(path, render_captured(result, title, pictures))
+    return write_page(path, render_captured(result, title, pictures, names))
 
 
-def _examples(result: Any, pictures: bool) -> list[dict[str, Any]]:
+def _examples(result: Any, pictures: bool, names: bool) -> list[dict[str, Any]]:
     """Each recovered input, and with the truth the original that it was matched with."""
     reconstruction, space = result.reconstruction, result.observation.inputs
     unit = space.to_unit(reconstruction.inputs.cpu()).clamp(0, 1)
@@ -113,7 +120,7 @@ def _examples(result: Any, pictures: bool) -> list[dict[str, Any]]:
         original: Picture | None = None
         if originals is not None and place is not None:
             original = draw(originals[place], alt=f"original {place}", identity=f"o{number}", inputs=space)
-        labels = reconstruction.labels
+        labels = reconstruction.labels if names else None
         examples.append(
             {
                 "recovered": draw(value, alt=f"returned input {number}", identity=f"r{number}", inputs=space),

@@ -15,9 +15,10 @@ from leakscope.report.audited import audited_lines
 from leakscope.report.defense_study import study_section
 from leakscope.report.export import csv_text, study_table
 from leakscope.report.findings import costs_section, embedding_section, updates_section
+from leakscope.report.headline import headline_section
 from leakscope.report.limits import limits_section
 from leakscope.report.pictures import Gallery
-from leakscope.report.sentences import REMEDIES, SharedReason, advice_text, by_remedy, shared_remarks
+from leakscope.report.sentences import REMEDIES, SharedReason, by_remedy, shared_remarks
 from leakscope.report.settings import matrix_section
 from leakscope.report.template import FileName, fill, write_page
 from leakscope.results.defense_study import study_store
@@ -31,7 +32,6 @@ MAX_DAMAGE = 5
 STUDY_TABLE = "defense-study.csv"
 #: What jobs ran with, by the key of it in their results.
 _USED = {"Device": "device", "Precision": "dtype", "Threads": "threads"}
-HEADLINES: dict[str, list[str]] = words.TEXTS["headlines"]
 
 
 def render(directory: FileName, pictures: bool | None = None, verdict: Verdict | None = None) -> str:
@@ -66,22 +66,16 @@ def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict
     rows, findings, policy = store.rows(), store.findings(), Policy(**meta["policy"])
     named = verdict.settings
     gallery = Gallery(store, rows, meta["data"], bool(store.meta("pictures")), pictures)
-    title, subtitle = HEADLINES.get(verdict.outcome, (verdict.outcome, ""))
-    if verdict.worst is not None and verdict.worst.leaks:
-        subtitle = "At least one private example was recovered beyond what the policy allows."
+    provenance, audited = _provenance(store, rows, findings), audited_lines(store, rows, verdict)
     return {
-        "title": title,
-        "subtitle": subtitle,
+        "headline": headline_section(store, verdict, gallery, provenance["finished"]),
         "outcome": verdict.outcome,
-        "audited": audited_lines(store, rows, verdict),
-        "advice": advice_text(verdict),
+        "warnings": [line for line in audited if line["warning"]],
+        "audited": [line for line in audited if not line["warning"]],
         "reasons": by_remedy(verdict, _damage(store)),
         "remarks": shared_remarks(verdict),
         "policy": policy_lines(policy),
         "progress": progress(rows, meta["plan"]),
-        "worst": verdict.worst,
-        "worst_pair": (None, None) if verdict.worst is None else gallery.pair(verdict.worst, "worst"),
-        "label_of": gallery.label_of,
         "threat_model": texts(store.meta("threat_model")),
         "model": meta["model"],
         "data": meta["data"],
@@ -97,17 +91,15 @@ def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict
         "costs": costs_section(findings, named),
         "study": study_section(study_store(store, verdict), named, gallery),
         "curves": settings.curves_section(store, rows),
-        "jobs": settings.jobs_section(rows, meta["data"]),
+        "jobs": settings.jobs_section(rows, meta["data"], gallery.labelled),
         "findings": findings,
         "fates": settings.fates(findings, _findings_planned(meta["plan"])),
         "names": {setting.scenario: setting.name for setting in named},
         "flags": sorted(Counter(flag for row in rows for flag in set(row.flags)).items()),
         "measures": MEASURES.values(),
-        "provenance": _provenance(store, rows, findings),
+        "provenance": provenance,
         "versions": meta["versions"].items(),
         "spec": yaml.safe_dump(meta["spec"], sort_keys=False, allow_unicode=True, width=100),
-        "data_name": str(meta["data"].get("name") or "unnamed data"),
-        "model_name": str(meta["model"].get("name") or "unnamed model"),
     }
 
 

@@ -19,7 +19,7 @@ from leakscope.contracts.inputs import SPACES, InputSpace, space_from_facts
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.report import svg, words
-from leakscope.results.records import Row, counted
+from leakscope.results.records import Row, counted, mapping
 from leakscope.results.setting_verdict import StrongestExample
 from leakscope.results.store import Store
 from leakscope.results.verdict import Verdict
@@ -137,6 +137,8 @@ class Gallery:
         # A space of the user's own may not be known to whoever makes the page; its examples are drawn then.
         self._inputs = space_from_facts(told) if told.get("kind") in SPACES else None
         private = bool(data.get("private", True))
+        #: Whether labels are told; stores of versions before 0.14 hold those of private data, too.
+        self.labelled = not private or mapping(store.meta("spec")).get("show_names") is True
         self.allowed = wanted if wanted is not None else (not private or stored)
         self.refusal = _TEXTS["hidden" if wanted is False and not private else "private"]
         self.unreadable: set[str] = set()
@@ -153,8 +155,8 @@ class Gallery:
         self._artifact = artifact
 
     def label_of(self, example: StrongestExample) -> str:
-        """The true label of an example in words."""
-        return words.label_name(example.label, self.data.get("class_names"))
+        """The true label of an example in words; empty where labels stay out."""
+        return words.label_name(example.label, self.data.get("class_names")) if self.labelled else ""
 
     def pair(self, example: StrongestExample, identity: str) -> tuple[Picture | None, Picture | None]:
         """Original and reconstruction of one example, where both may be shown and exist."""
@@ -165,10 +167,9 @@ class Gallery:
         originals, guesses = tensors.get("originals"), tensors.get("reconstructions")
         if originals is None or guesses is None or place >= min(len(originals), len(guesses)):
             return None, None
-        original, guess, label = originals[place], guesses[place], self.label_of(example)
+        original, guess = originals[place], guesses[place]
         try:
-            alt = f"original of example {index}, label {label}"
-            first = draw(original, alt=alt, identity=f"{identity}-o", inputs=self._inputs)
+            first = draw(original, alt=f"original of example {index}", identity=f"{identity}-o", inputs=self._inputs)
             alt = f"example {index}, recovered" if example.leaks else f"attempt at example {index}"
             return first, draw(guess, alt=alt, identity=f"{identity}-r", behind=original, inputs=self._inputs)
         except ValueError:
@@ -198,7 +199,7 @@ class Gallery:
 
     def _line(self, index: int, strongest: Sequence[StrongestExample | None]) -> dict[str, Any]:
         cells: list[tuple[StrongestExample | None, Picture | None]] = []
-        original, label = None, words.DASH
+        original, label = None, ""
         for place, example in enumerate(strongest):
             first, guess = self.pair(example, f"p{index}-{place}") if example else (None, None)
             original, label = original or first, self.label_of(example) if example else label

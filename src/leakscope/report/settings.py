@@ -156,8 +156,8 @@ MAX_CURVES = 12
 MAX_DETAILED_EXAMPLES = 24
 
 
-def jobs_section(rows: Sequence[Row], data: Mapping[str, Any]) -> dict[str, Any]:
-    """All jobs in the order of the plan, and what the table shows of each."""
+def jobs_section(rows: Sequence[Row], data: Mapping[str, Any], labelled: bool) -> dict[str, Any]:
+    """All jobs in the order of the plan, and what the table shows of each; labels where it is ``labelled``."""
     measures = measures_of(example for row in rows for example in row.examples)
     main, several = main_measures(measures), any(len(row.examples) > 1 for row in rows)
 
@@ -176,6 +176,7 @@ def jobs_section(rows: Sequence[Row], data: Mapping[str, Any]) -> dict[str, Any]
         "in_one_line": _in_one_line,
         "most": MAX_DETAILED_EXAMPLES,
         "class_names": data.get("class_names"),
+        "labelled": labelled,
         "proofs": any(example.certificate is not None for row in rows for example in row.examples),
     }
 

@@ -56,7 +56,7 @@ def fill(template: str, context: dict[str, Any]) -> str:
     """``template`` with ``context``, the style sheet, the script and a policy that admits just them."""
     html = environment(autoescape=True)
     formats = ("duration", "explain_flag", "figure", "fixed", "head", "label_name", "percent", "short", "span")
-    html.filters |= {name: getattr(words, name) for name in formats}
+    html.filters |= {name: getattr(words, name) for name in (*formats, "unbroken")}
     html.filters |= {one.__name__: one for one in (counted, flag_remedy, highest, mean, number, texts)}
     html.filters |= {"proof": certificate_details, "proved": certificate_words, "all_proved": strongest_words}
     script = shipped_text("leakscope.report", "table.js")

@@ -3,6 +3,8 @@
 import math
 from typing import Any
 
+from markupsafe import Markup
+
 from leakscope.contracts.reconstruction import FLAGS
 from leakscope.contracts.tables import shipped_table
 
@@ -137,6 +139,16 @@ def head(text: str) -> str:
     """
     name, _, arguments = text.partition("(")
     return text if arguments in ("", ")") else f"{name}(…)"
+
+
+def unbroken(text: str) -> Markup:
+    """Keep the names of options in one line: a browser breaks words at hyphens.
+
+    >>> print(unbroken("<it> with --max-psnr 20"))
+    &lt;it&gt; with <span class="option">--max-psnr</span> 20
+    """
+    option = Markup('<span class="option">{}</span>')
+    return Markup(" ").join(option.format(word) if word.startswith("--") else word for word in text.split(" "))
 
 
 def likeness(psnr: float) -> str:

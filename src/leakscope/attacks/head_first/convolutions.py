@@ -334,7 +334,7 @@ def _order(observation: Observation, labels: Tensor) -> Tensor:
         order = labels.argsort(stable=True)[known.cpu().argsort(stable=True).argsort()]
         agrees = torch.equal(labels[order], known.cpu())
     if not agrees:
-        raise NotApplicable(f"the labels that were found, {labels.tolist()}, are not the known ones")
+        raise NotApplicable("the labels that were found are not the known ones")
     return order
 
 
