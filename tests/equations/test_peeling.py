@@ -9,8 +9,9 @@ from torch.nn import functional as F
 
 from leakscope.contracts.errors import NotApplicable
 from leakscope.equations.convolution_equations import LEAST_EQUATIONS
+from leakscope.equations.open_equations import OpenEquations
 from leakscope.equations.peel_state import active
-from leakscope.equations.peeling import AGREES, OpenEquations, Peel, peel
+from leakscope.equations.peeling import AGREES, Peel, peel
 from leakscope.equations.robust_solve import SET_ASIDE, robust_solve
 from leakscope.models.resnet import resnet18
 from leakscope.network.gates import GatedNetwork, read_gated

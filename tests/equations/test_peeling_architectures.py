@@ -117,6 +117,16 @@ def test_values_behind_a_max_pooling_are_exact(normalised: bool, images: int) ->
     assert worst(found, truth) < 1e-4
 
 
+@pytest.mark.parametrize(("apart", "told"), [(1e-3, True), (1.0, False)])
+def test_an_image_that_is_nearly_right_leads_below_a_max_pooling(apart: float, told: bool) -> None:
+    network, found, truth = attempt(chain)
+    lowest = found.cuts[-1].step
+    noise = torch.randn(truth[0].shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert found.go_on(network.run(truth[0] + apart * noise).gates) == told
+    assert (min(found.values) < lowest) == told
+    assert worst(found, truth) < 1e-4
+
+
 @pytest.mark.parametrize("kind", ["bottleneck", "early", "padded"])
 def test_values_of_residual_blocks_are_exact(kind: str) -> None:
     _, found, truth = attempt(lambda: residual(kind))

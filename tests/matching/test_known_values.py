@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.contracts.inputs import Box, ValueRange
-from leakscope.equations.peeling import OpenEquations
+from leakscope.equations.open_equations import OpenEquations
 from leakscope.matching.known_values import ACTIVE, GAIN, KnownValues
 from leakscope.matching.least_squares import LevenbergMarquardt, Preconditioner
 from leakscope.network.gates import GatedNetwork, read_gated

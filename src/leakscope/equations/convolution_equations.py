@@ -26,6 +26,23 @@ def equations(modules: Sequence[Any]) -> int:
     >>> equations([nn.Conv2d(8, 16, 3, stride=2, padding=1)])
     64
     """
+    lattices = _lattices(modules)
+    return len(lattices) * min(lattices)
+
+
+def told_share(modules: Sequence[Any], places: int) -> float:
+    """Return the share of so many places that these rows determine, lattice by lattice.
+
+    >>> from torch import nn
+    >>> told_share([nn.Conv2d(8, 16, 3, stride=2, padding=1)], 128)
+    0.875
+    """
+    lattices = _lattices(modules)
+    return sum(min(1.0, rows * len(lattices) / places) for rows in lattices) / len(lattices)
+
+
+def _lattices(modules: Sequence[Any]) -> list[int]:
+    """Count the rows that each lattice of places has."""
     step = max(max(module.stride) for module in modules)
     lattices = dict.fromkeys(itertools.product(range(step), repeat=2), 0)
     for module in modules:
@@ -35,7 +52,7 @@ def equations(modules: Sequence[Any]) -> int:
                 lattices[place] += len(module.weight)
         if module.stride == (1, 1) != (step, step):
             lattices = {place: count + module.weight[:, 0].numel() // step**2 for place, count in lattices.items()}
-    return step**2 * min(lattices.values())
+    return list(lattices.values())
 
 
 def _axes(module: Any) -> list[tuple[int, int, int]]:

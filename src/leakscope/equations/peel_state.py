@@ -124,6 +124,15 @@ class PeelState:
         assert total is not None
         return total
 
+    def unmasked(self, number: int, gate: int) -> Tensor:
+        """Return the derivative at a step without the mask of the ReLU that reads it through BatchNorm and sums."""
+        total = self.signals[gate]
+        while number != gate:
+            number = self.readers[number][0]
+            scale = self._channel_scale(number, len(total))
+            total = total if scale is None else total * scale
+        return total
+
     def gated(self, number: int, value: Tensor) -> Tensor:
         """Set what is rounding around a zero of a ReLU to zero."""
         if self.network.steps[number].kind == "relu" and not self.network.steps[number].slope:

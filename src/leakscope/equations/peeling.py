@@ -29,11 +29,14 @@ from leakscope.equations.convolution_equations import (
     unseen_lattices,
 )
 from leakscope.equations.convolution_factor import ConvolutionFactors, factor_convolution
+from leakscope.equations.joint_solve import Forward, determined_jointly, joint_solve
 from leakscope.equations.local_networks import LocalNetworks
+from leakscope.equations.mask_decoding import correct_masks
+from leakscope.equations.open_equations import OpenEquations
 from leakscope.equations.peel_start import begin, geometry_of, refine, startable
 from leakscope.equations.peel_state import PeelState, active, doubt
 from leakscope.equations.peel_top import begin_at_top
-from leakscope.equations.robust_solve import DEAD, SET_ASIDE, agreed_ratio, robust_solve, scarce_solve
+from leakscope.equations.robust_solve import SET_ASIDE, agreed_ratio, robust_solve, scarce_solve
 from leakscope.network.gates import GatedNetwork, WeightedLayer
 
 #: Equations for each unknown below which it counts that nothing behind a ReLU is negative.
@@ -55,6 +58,8 @@ LEAST_SLOPE = 1e-4
 BLURRED = 1e-4
 #: What noise of a known level may leave, in units of its own size.
 NOISY = 10.0
+#: Times that wrong masks are looked for by what they leave.
+DECODINGS = 12
 #: Rounds for the gains of later local steps, and what they may still move in the last.
 ROUNDS, MOVED = 8, 1e-6
 
@@ -67,41 +72,6 @@ class Cut:
     values: Tensor
     signals: Tensor
     residual: float
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class OpenEquations:
-    """Linear equations for what one ``step`` gives, where there are too few of them for the peel.
-
-    Each row of ``matrix`` reads the places of all images, and each of its ``groups`` is an output channel. ``gradient``
-    has a column for each channel of the value. ``share``: equations for each unknown, on the lattice that has fewest.
-    """
-
-    step: int
-    share: float
-    matrix: Tensor
-    gradient: Tensor
-    groups: Tensor
-
-    def reordered(self, order: Tensor) -> OpenEquations:
-        by_image = self.matrix.reshape(len(self.matrix), len(order), -1)
-        return replace(self, matrix=by_image[:, order].flatten(1))
-
-    def balanced(self) -> tuple[Tensor, Tensor]:
-        """Return matrix and gradient with each output channel as loud as any other, but for those that are dead."""
-        size = self.matrix.new_zeros(int(self.groups.max()) + 1).index_add(0, self.groups, self.matrix.square().sum(1))
-        factor = torch.where(size > DEAD**2 * size.max(), size.clamp_min(1e-300).rsqrt(), 0.0)[self.groups, None]
-        return factor * self.matrix, factor * self.gradient
-
-    def solve(self, near: Tensor) -> tuple[Tensor, float]:
-        """Solve for values behind a ReLU from values (images, channels, ...) near to them; return also what is left.
-
-        Which of them are zero is nearly known then, so that half of the equations are enough.
-        """
-        start = near.to(self.matrix).permute(0, 2, 3, 1)
-        doubts = self.matrix.new_zeros(int(self.groups.max()) + 1)
-        solution, _, residual = scarce_solve(self.matrix, self.gradient, self.groups, doubts, start.flatten(0, 2))
-        return solution.reshape(start.shape).permute(0, 3, 1, 2), residual
 
 
 class Peel(PeelState):
@@ -158,6 +128,15 @@ class Peel(PeelState):
     def _sure(self, lowest: int) -> dict[int, Tensor]:
         """Return what was solved down to a step; what scarce equations gave counts where the forward pass agrees."""
         return {n: value for n, value in self.values.items() if n >= lowest and n not in self._unverified}
+
+    def go_on(self, gates: Mapping[int, Tensor]) -> bool:
+        """Go on with gates that were found otherwise, such as places of maxima; return whether this told more."""
+        lowest = min(self.values)
+        self.gates.update({step: gate for step, gate in gates.items() if step not in self.gates})
+        self.ended, self.open = "", None
+        self._corrected.clear()
+        self.run()
+        return min(self.values) < lowest
 
     def keep_first_step(self) -> None:
         """Forget the images of later local steps: only the first takes the weights that the client received."""
@@ -248,6 +227,8 @@ class Peel(PeelState):
         opens = plain and not normalised and len(self.network) == 1
         joined = opens and len(self.signals[readers[0].step]) > 1
         if count < (LEAST_FOR_BATCHES if joined else LEAST_EQUATIONS) * unknowns:
+            if opens and (found := self._solve_jointly(number, readers)) is not None:
+                return found
             self.open = self._equations(number, readers) if opens else None
             raise NotApplicable(f"{count} equations for {unknowns} unknowns a channel of {name!r}")
         if normalised:
@@ -257,13 +238,24 @@ class Peel(PeelState):
         for _ in range(ROUNDS):
             system = self._equations(number, readers)
             rows = system.matrix, system.gradient, system.groups, doubts
-            if count < SCARCE * unknowns and plain:
+            scarce = count < SCARCE * unknowns and plain
+            if scarce:
                 start = None if before is None else before.permute(0, 2, 3, 1).flatten(0, 2)
                 solution, weights, residual = scarce_solve(*rows, start)
                 self._unverified.add(number)
                 most = SOLVED_SCARCE
+                # Scarce equations may fit a wrong value, where channels are dead: what the layers above gave tells it.
+                agrees = not opens or self._forward(number).agrees(self._value(solution, number), AGREES)
+                if not agrees and (found := self._solve_jointly(number, readers)) is not None:
+                    return found
             else:
                 solution, weights, residual = robust_solve(*rows)
+            for _ in range(DECODINGS if opens and bool((weights < SET_ASIDE).any()) else 0):
+                if not correct_masks(self, number, readers, self._value(solution, number)):
+                    break
+                system = self._equations(number, readers)
+                rows = system.matrix, system.gradient, system.groups, doubts
+                solution, weights, residual = scarce_solve(*rows, solution) if scarce else robust_solve(*rows)
             value = before = self._value(solution, number)
             # Gains of later local steps follow from what their layers receive.
             moved = max(self.settle(one, self.gated(number, value)) for one in readers)
@@ -279,6 +271,32 @@ class Peel(PeelState):
             self._repair(one, value, (part < SET_ASIDE).nonzero()[:, 0])
             self.settle(one, self.gated(number, value), derived=True)
         return value, residual
+
+    def _solve_jointly(self, number: int, readers: list[WeightedLayer]) -> tuple[Tensor, float] | None:
+        """Solve by gradients and by what the layers above gave; None where both are too few."""
+        shape, images = self.network.steps[number].shape, len(self.signals[readers[0].step])
+        forward = self._forward(number)
+        if not determined_jointly(forward, [one.module for one in readers], (images, *shape)):
+            return None
+        start = self.values.get(number, torch.ones((images, *shape), dtype=torch.float64))
+        rows = self._equations(number, readers)
+        try:
+            value, weights, residual = joint_solve(rows.matrix, rows.gradient, rows.groups, forward, start)
+        except NotApplicable:
+            return None
+        if not residual < SOLVED:
+            return None
+        self._unverified.add(number)
+        for _ in range(DECODINGS):
+            if not correct_masks(self, number, readers, value):
+                break
+        for one, part in zip(readers, weights.split([len(one.module.weight) for one in readers]), strict=True):
+            self._repair(one, value, (part < SET_ASIDE).nonzero()[:, 0])
+        return value, residual
+
+    def _forward(self, number: int) -> Forward:
+        known = {step: value for step, value in self.values.items() if step > number}
+        return Forward(network=self.network.each[0], number=number, known=known)
 
     def _equations(self, number: int, readers: list[WeightedLayer]) -> OpenEquations:
         """Return what the gradients of the convolutions that read a step say of its values."""
@@ -357,8 +375,13 @@ class Peel(PeelState):
             return
         matrix = patches.transpose(0, 1).reshape(size, images * places)
         wanted = self.gradients[layer.weight_name].double()[odd].flatten(1).T
-        found = torch.linalg.lstsq(matrix, wanted).solution.T
         signal = self.signals[layer.step].clone()
+        own = signal[:, odd].transpose(0, 1).flatten(1)
+        wrong = (matrix @ own.T - wanted).norm(dim=0) > SOLVED * wanted.norm(dim=0)
+        if not bool(wrong.any()):
+            return
+        odd, wanted = odd[wrong], wanted[:, wrong]
+        found = torch.linalg.lstsq(matrix, wanted).solution.T
         signal[:, odd] = found.reshape(len(odd), images, *signal.shape[2:]).transpose(0, 1)
         self.signals[layer.step] = signal
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from leakscope.contracts.certificate import EXPLAINED
 from leakscope.contracts.inputs import InputSpace
 from leakscope.equations.determinacy import count_free_directions
-from leakscope.equations.peeling import AGREES, SOLVED_SCARCE, OpenEquations
+from leakscope.equations.open_equations import OpenEquations
+from leakscope.equations.peeling import AGREES, SOLVED_SCARCE
 from leakscope.matching.decoder import decode
 from leakscope.matching.determinacy import ACCURATE, movement
 from leakscope.matching.gradient_map import Linearisation, Sketch, make_jacobian
@@ -48,6 +49,8 @@ SAME = 2.0
 CONTRAST, WHOLE, CLEAR = 4.0, 0.02, 2e-3
 #: A step that changes the square of what is left by less than this share is the last: the values' own errors are left.
 GAIN = 1e-2
+#: What inputs may leave of the values to tell the places of maxima.
+PLACED = 0.1
 #: Damping of the first Levenberg-Marquardt step: masks are still wrong, and long steps lead astray.
 DAMPING = 0.1
 
@@ -63,6 +66,8 @@ class KnownValues:
     equations: OpenEquations | None = None
     #: By step, a matrix that is applied to its channels before values are compared.
     metrics: Mapping[int, Tensor] = field(default_factory=dict)
+    #: Goes on below a max pooling, whose places inputs that are nearly right tell: the values that are known then.
+    deeper: Callable[[Tensor], Mapping[int, Tensor] | None] | None = None
 
     def __len__(self) -> int:
         return len(next(iter(self.known.values())))
@@ -220,6 +225,14 @@ class KnownValues:
         if not left < SOLVED_SCARCE or max(map(float, apart), default=0.0) > AGREES:
             return None
         return dataclasses.replace(self, known={step: values, **self.known}, equations=None)
+
+    def go_on(self, near: Tensor) -> KnownValues | None:
+        """Return what is known with the places of maxima that examples near to the right ones have; None if no more."""
+        inputs = self.inputs.from_unit(near.reshape(self.shape)).double()
+        if self.deeper is None or not self.leaves(near.to(self.wanted)) < PLACED:
+            return None
+        known = self.deeper(inputs)
+        return None if known is None else dataclasses.replace(self, known=known)
 
     def leaves(self, flat: Tensor) -> float:
         return float((self(flat) - self.wanted).norm() / self.wanted.norm().clamp_min(1e-300))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from leakscope.equations.peel_start import startable
 from leakscope.equations.peeling import Cut, Peel, peel
 from leakscope.labels import nearest_labels
 from leakscope.matching.known_values import KnownValues
-from leakscope.matching.least_squares import Preconditioner
+from leakscope.matching.least_squares import Preconditioner, Progress
 from leakscope.matching.recipe import plain_steps
 from leakscope.network.gates import GatedNetwork, read_gated
 from leakscope.network.layers import Head, find_head
@@ -117,14 +117,14 @@ class InvertValues(Stage[Case]):
         narrow, starts = approach(narrow, lengths)
         parts = narrow.parts
         plain = dataclasses.replace(narrow, metrics={}).parts
-        count, tell = len(parts), case.told(sum(lengths) * len(parts))
-        rows, helpers = list[Tensor](), list[Preconditioner | None]()
-        for number, (part, start) in enumerate(zip(parts, starts.chunk(len(parts)), strict=True), start=1):
-            row, left, helper = find_example(part, start, lengths)
-            rows.append(row)
-            helpers.append(helper)
-            if tell is not None:
-                tell(sum(lengths) * number, sum(lengths) * count, left)
+        tell = case.told(sum(lengths) * len(parts))
+        rows, helpers = find_examples(parts, starts, lengths, tell)
+        deeper = known.go_on(torch.cat(rows))
+        if deeper is not None:
+            known = dataclasses.replace(deeper, equations=None)
+            narrow = known.to(torch.float32)
+            parts, plain = (narrow.whitened() if narrow.pooled else narrow).parts, narrow.parts
+            rows, helpers = find_examples(parts, torch.cat(rows), lengths, None)
         inputs = known.inputs.project(known.inputs.from_unit(torch.cat(rows).double().reshape(known.shape)))
         share, method = case.whole(inputs), f"values at {held.layer}"
 
@@ -183,6 +183,20 @@ def approach(known: KnownValues, lengths: Sequence[int]) -> tuple[KnownValues, T
     return known, starts
 
 
+def find_examples(
+    parts: Sequence[KnownValues], starts: Tensor, lengths: Sequence[int], tell: Progress | None
+) -> tuple[list[Tensor], list[Preconditioner | None]]:
+    """Find each part of a batch by itself."""
+    rows, helpers = list[Tensor](), list[Preconditioner | None]()
+    for number, (part, start) in enumerate(zip(parts, starts.chunk(len(parts)), strict=True), start=1):
+        row, left, helper = find_example(part, start, lengths)
+        rows.append(row)
+        helpers.append(helper)
+        if tell is not None:
+            tell(sum(lengths) * number, sum(lengths) * len(parts), left)
+    return rows, helpers
+
+
 def find_example(
     known: KnownValues, start: Tensor, lengths: Sequence[int]
 ) -> tuple[Tensor, float, Preconditioner | None]:
@@ -218,7 +232,21 @@ def recover_at_convolution(observation: Observation) -> tuple[Embedding, KnownVa
     held, order = _labelled(observation, head, network, found)
     values = {step: value[order] for step, value in found.values.items() if step}
     equations = None if found.open is None or not found.open.step else found.open.reordered(order)
-    return held, KnownValues(network, values, observation.inputs, equations)
+    deeper = None if several_steps(observation) else _deeper(network, found, order)
+    return held, KnownValues(network, values, observation.inputs, equations, deeper=deeper)
+
+
+def _deeper(network: GatedNetwork, found: Peel, order: Tensor) -> Callable[[Tensor], dict[int, Tensor] | None] | None:
+    """Return how the peel goes on with inputs that are nearly right, where it ended at a max pooling."""
+    if network.batched or not any(step.kind == "max" for step in network.steps[: min(found.values)]):
+        return None
+
+    def go_on(inputs: Tensor) -> dict[int, Tensor] | None:
+        if not found.go_on(network.run(inputs[order.argsort()]).gates):
+            return None
+        return {step: value[order] for step, value in found.values.items() if step}
+
+    return go_on
 
 
 def _adjoint(observation: Observation, head: Head) -> Tensor | None:
