@@ -65,6 +65,16 @@ def test_the_scale_of_a_fresh_network_is_left_to_its_biases() -> None:
     assert max(subject.errors(peel(subject.network, subject.gradients, 1))) < 1e-4
 
 
+def test_equations_of_what_was_solved_are_not_open() -> None:
+    """Masks that were corrected may solve a layer whose equations had been left open before."""
+    subject = Subject(1)
+    found = peel(subject.network, subject.gradients, 1)
+    some, step = torch.zeros(1, 1, dtype=torch.float64), max(found.values)
+    found.open = OpenEquations(step=step, share=1.0, matrix=some, gradient=some, groups=torch.zeros(1).long())
+    found.run()
+    assert found.open is None or found.open.step not in found.values
+
+
 def test_derivatives_at_the_cut_are_those_of_the_loss() -> None:
     subject = Subject(1)
     cut = peel(subject.network, subject.gradients, 1).cuts[-1]

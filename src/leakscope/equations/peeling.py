@@ -124,6 +124,8 @@ class Peel(PeelState):
         # A wrong solution changes masks that were right, so that layers above are not solved a second time.
         self.values = min(self._best, self._sure(number + 1), key=lambda found: min(found, default=len(self.readers)))
         self.cuts = sorted((cut for cut in self.cuts if cut.step in self.values), key=lambda cut: -cut.step)
+        if self.open is not None and self.open.step in self.values:
+            self.open = None  # a step that was solved before masks above it were corrected
 
     def _sure(self, lowest: int) -> dict[int, Tensor]:
         """Return what was solved down to a step; what scarce equations gave counts where the forward pass agrees."""
