@@ -122,7 +122,7 @@ def test_an_image_that_is_nearly_right_leads_below_a_max_pooling(apart: float, t
     network, found, truth = attempt(chain)
     lowest = found.cuts[-1].step
     noise = torch.randn(truth[0].shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    assert found.go_on(network.run(truth[0] + apart * noise).gates) == told
+    assert found.go_on(network.onwards(0, truth[0] + apart * noise)) == told
     assert (min(found.values) < lowest) == told
     assert worst(found, truth) < 1e-4
 

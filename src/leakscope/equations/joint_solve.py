@@ -100,10 +100,11 @@ def joint_solve(
     count = int(groups.max()) + 1
     sizes = matrix.new_zeros(count).index_add(0, groups, matrix.square().sum(1)).sqrt()
     alive = (sizes > DEAD * sizes.max()).to(matrix)
-    rows = matrix / sizes.clamp_min(1e-300)[groups, None], wanted / sizes.clamp_min(1e-300)[groups, None]
+    sizes = sizes.clamp_min(1e-300)[groups, None]
+    matrix, wanted = matrix / sizes, wanted / sizes
     value, weights = start, alive
     for dtype in (torch.float32, torch.float64):
-        system = _System(*(row.to(dtype) for row in rows), groups, forward.to(dtype), value.to(dtype))
+        system = _System(matrix.to(dtype), wanted.to(dtype), groups, forward.to(dtype), value.to(dtype))
         for number in range(ROUNDS[dtype]):
             value = system.solve(value.to(dtype), weights.to(dtype))
             left = system.left_by_groups(value).double()

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from leakscope.contracts.errors import NotApplicable
 from leakscope.equations.convolution_equations import gradient_rows
-from leakscope.equations.convolution_factor import ConvolutionFactors, Geometry, most_images
+from leakscope.equations.convolution_factor import ConvolutionFactors, Geometry, factor_convolution, most_images
 from leakscope.equations.local_networks import LocalNetworks
 from leakscope.equations.non_negative import solve_non_negative
 from leakscope.equations.peel_state import PeelState, active, rectified
@@ -34,6 +34,8 @@ LIFTED, TOLD = 1e-5, 1e-4
 SCALED = 1e-3
 #: Rounds in which factors of a noisy gradient are refined: each takes less off than the one before.
 REFINEMENTS = 5
+#: Share of the smallest singular value that noise is, above which factors are refined.
+BLURRED = 1e-4
 #: Orders of the images of all steps that are tried: seconds at full width.
 MOST_ORDERS = 256
 #: What keeps a layer's gradient from telling by itself what more images are: the batch has more places than there are
@@ -103,6 +105,20 @@ def refine(layer: WeightedLayer, gradient: Tensor, found: ConvolutionFactors) ->
     # What is negative tells how large errors are.
     plain = torch.linalg.lstsq(matrix.T @ matrix, right).solution.reshape(images, *size, channels).permute(0, 3, 1, 2)
     return dataclasses.replace(found, inputs=torch.where(active(plain) > 0, inputs, plain), signals=signals)
+
+
+def factor_layer(
+    network: GatedNetwork, gradients: Mapping[str, Tensor], layer: WeightedLayer, images: int, noise: float
+) -> ConvolutionFactors:
+    """Factor a layer's gradient; NotApplicable where its certificates do not hold."""
+    geometry = geometry_of(network, layer)
+    found = factor_convolution(
+        gradients[layer.weight_name], geometry.size, padding=geometry.padding, images=images, noise=noise
+    )
+    if not found.holds:
+        facts = f"gap {found.gap:.0e}, consistency {found.consistency:.0e}, negative {found.negative:.0e}"
+        raise NotApplicable(f"its factors do not hold ({facts})")
+    return refine(layer, gradients[layer.weight_name], found) if found.blur > BLURRED else found
 
 
 def begin(state: PeelState, layer: WeightedLayer, found: ConvolutionFactors) -> None:

@@ -124,9 +124,12 @@ class PeelState:
         assert total is not None
         return total
 
-    def unmasked(self, number: int, gate: int) -> Tensor:
-        """Return the derivative at a step without the mask of the ReLU that reads it through BatchNorm and sums."""
-        total = self.signals[gate]
+    def unmasked(self, number: int, gate: int, signal: Tensor | None = None) -> Tensor:
+        """Return the derivative at a step without the mask of the ReLU that reads it through BatchNorm and sums.
+
+        ``signal`` is the derivative behind the ReLU, if it is another than that of this step.
+        """
+        total = self.signals[gate] if signal is None else signal
         while number != gate:
             number = self.readers[number][0]
             scale = self._channel_scale(number, len(total))

@@ -28,16 +28,17 @@ from leakscope.equations.convolution_equations import (
     gradient_rows,
     unseen_lattices,
 )
-from leakscope.equations.convolution_factor import ConvolutionFactors, factor_convolution
+from leakscope.equations.convolution_factor import ConvolutionFactors
 from leakscope.equations.joint_solve import Forward, determined_jointly, joint_solve
 from leakscope.equations.local_networks import LocalNetworks
 from leakscope.equations.mask_decoding import correct_masks
 from leakscope.equations.open_equations import OpenEquations
-from leakscope.equations.peel_start import begin, geometry_of, refine, startable
+from leakscope.equations.peel_start import begin, factor_layer, startable
 from leakscope.equations.peel_state import PeelState, active, doubt
 from leakscope.equations.peel_top import begin_at_top
+from leakscope.equations.place_decoding import corrected_gates
 from leakscope.equations.robust_solve import SET_ASIDE, agreed_ratio, robust_solve, scarce_solve
-from leakscope.network.gates import GatedNetwork, WeightedLayer
+from leakscope.network.gates import Ahead, GatedNetwork, WeightedLayer
 
 #: Equations for each unknown below which it counts that nothing behind a ReLU is negative.
 SCARCE = 2.0
@@ -54,12 +55,12 @@ TWICE = 2
 #: Share of the values by which a network must differ from a homogeneous one for its forward pass to tell the factor:
 #: with untrained BatchNorm it is homogeneous, and the difference is rounding (1e-9 and less).
 LEAST_SLOPE = 1e-4
-#: Share of the smallest singular value that noise is, above which factors are refined.
-BLURRED = 1e-4
 #: What noise of a known level may leave, in units of its own size.
 NOISY = 10.0
 #: Times that wrong masks are looked for by what they leave.
 DECODINGS = 12
+#: Times that guessed gates are replaced by those of what was solved with them.
+GUESSES = 4
 #: Rounds for the gains of later local steps, and what they may still move in the last.
 ROUNDS, MOVED = 8, 1e-6
 
@@ -91,6 +92,7 @@ class Peel(PeelState):
         self._scale_refined = False
         self._unverified: set[int] = set()
         self._best: dict[int, Tensor] = {}
+        self._rejected: tuple[int, Tensor] | None = None
 
     def start(self, layer: WeightedLayer, found: ConvolutionFactors) -> None:
         begin(self, layer, found)
@@ -131,13 +133,19 @@ class Peel(PeelState):
         """Return what was solved down to a step; what scarce equations gave counts where the forward pass agrees."""
         return {n: value for n, value in self.values.items() if n >= lowest and n not in self._unverified}
 
-    def go_on(self, gates: Mapping[int, Tensor]) -> bool:
-        """Go on with gates that were found otherwise, such as places of maxima; return whether this told more."""
-        lowest = min(self.values)
-        self.gates.update({step: gate for step, gate in gates.items() if step not in self.gates})
-        self.ended, self.open = "", None
-        self._corrected.clear()
-        self.run()
+    def go_on(self, near: Ahead) -> bool:
+        """Go on with the gates of what is nearly right, such as places of maxima; return whether this told more."""
+        lowest, guessed = min(self.values), set(near.gates) - set(self.gates)
+        for _ in range(GUESSES):
+            gates = corrected_gates(self, near, guessed)
+            self.gates.update({step: gate for step, gate in gates.items() if step in guessed})
+            self.ended, self.open, self._rejected = "", None, None
+            self._corrected.clear()
+            self.run()
+            if min(self.values) < lowest or self._rejected is None:
+                break
+            # What does not fit yet may be nearer.
+            near = self.network.onwards(*self._rejected)
         return min(self.values) < lowest
 
     def keep_first_step(self) -> None:
@@ -267,6 +275,7 @@ class Peel(PeelState):
                 self.signals[one.step] = self.backward(one.step)
         most = max(most, min(AGREES, NOISY * max(self.share(one.weight_name) for one in readers)))
         if not residual < most:
+            self._rejected = number, self.gated(number, value)
             self.open = system if opens else None
             raise NotApplicable(f"the equations of {name!r} leave {residual:.1e}")
         for one, part in zip(readers, weights.split([len(one.module.weight) for one in readers]), strict=True):
@@ -412,7 +421,7 @@ def peel(
         if best is not None and step.sources[0] >= best.cuts[-1].step:
             continue
         try:
-            factors = _factor(network, gradients, layer, total, (noise or {}).get(layer.weight_name, 0.0))
+            factors = factor_layer(network, gradients, layer, total, (noise or {}).get(layer.weight_name, 0.0))
             attempt = Peel(LocalNetworks.between(network, gradients, steps), gradients, noise)
             attempt.start(layer, factors)
             attempt.run()
@@ -435,16 +444,3 @@ def peel(
     if best is None:
         raise NotApplicable("; ".join(refusals[:3]) or f"no convolution has channels for {total} images of its size")
     return best
-
-
-def _factor(
-    network: GatedNetwork, gradients: Mapping[str, Tensor], layer: WeightedLayer, images: int, noise: float
-) -> ConvolutionFactors:
-    geometry = geometry_of(network, layer)
-    found = factor_convolution(
-        gradients[layer.weight_name], geometry.size, padding=geometry.padding, images=images, noise=noise
-    )
-    if not found.holds:
-        facts = f"gap {found.gap:.0e}, consistency {found.consistency:.0e}, negative {found.negative:.0e}"
-        raise NotApplicable(f"its factors do not hold ({facts})")
-    return refine(layer, gradients[layer.weight_name], found) if found.blur > BLURRED else found

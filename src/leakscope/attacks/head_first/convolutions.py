@@ -242,7 +242,7 @@ def _deeper(network: GatedNetwork, found: Peel, order: Tensor) -> Callable[[Tens
         return None
 
     def go_on(inputs: Tensor) -> dict[int, Tensor] | None:
-        if not found.go_on(network.run(inputs[order.argsort()]).gates):
+        if not found.go_on(network.onwards(0, inputs[order.argsort()])):
             return None
         return {step: value[order] for step, value in found.values.items() if step}
 
