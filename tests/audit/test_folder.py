@@ -56,7 +56,7 @@ def test_batchnorm_mode_against_the_models_own(mode: str, own: bool, warns: bool
     text, warning = told(model=model, protocols=[{"fedsgd": {"batchnorm": mode}}])["BatchNorm"]
     assert warning == warns
     assert f"{mode} mode in the client" in text
-    assert not warns or "Set batchnorm: train" in text
+    assert not warns or "batchnorm=train" in text
 
 
 def test_dropout_and_outputs_that_no_class_uses() -> None:
