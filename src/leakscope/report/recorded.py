@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from leakscope.contracts.errors import NotApplicable
 from leakscope.report import words
 from leakscope.report.captured import MAX_SHOWN, confidence_words
 from leakscope.report.pictures import draw
@@ -23,7 +24,10 @@ def reason_words(audit: Any) -> tuple[str, str]:
     leaking = [one for one in attacked if one.outcome == "looks recovered"]
     counts = {"leaking": len(leaking), "attacked": len(attacked), "total": len(audit)}
     key = audit.outcome.replace(" ", "-")
-    return _TEXTS[f"why-{key}"].format(**counts), _TEXTS[f"todo-{key}"]
+    # Nothing that a recording could tell makes an attack fit a model.
+    misfits = key == "nothing-audited" and all(isinstance(one.refusal, NotApplicable) for one in audit)
+    todo = "nothing-applicable" if misfits else key
+    return _TEXTS[f"why-{key}"].format(**counts), _TEXTS[f"todo-{todo}"]
 
 
 def place_words(one: Any) -> str:
