@@ -194,7 +194,7 @@ def test_a_folder_of_recordings_is_reported_on_the_command_line(
     done = CliRunner().invoke(app, [*command, "--model", "logistic", "--at-most", "1"])
     assert done.exit_code == 0, done.stderr
     assert "Verdict: LEAKS" in done.stdout
-    assert "1 of 1 updates" in done.stdout
+    assert "1 of 1 update " in done.stdout
     assert "Leaks</h1>" in (tmp_path / "rounds" / "report.html").read_text()
     planned: list[int] = []
 

@@ -8,6 +8,7 @@ from leakscope.report import words
 from leakscope.report.captured import MAX_SHOWN, confidence_words
 from leakscope.report.pictures import draw
 from leakscope.report.template import FileName, fill, write_page
+from leakscope.results.records import counted
 
 _TEXTS: dict[str, str] = words.TEXTS["recorded"]
 
@@ -22,7 +23,8 @@ def reason_words(audit: Any) -> tuple[str, str]:
     """Say why the verdict is what it is, and what to do about it."""
     attacked = [one for one in audit if one.reconstruction is not None]
     leaking = [one for one in attacked if one.outcome == "looks recovered"]
-    counts = {"leaking": len(leaking), "attacked": len(attacked), "total": len(audit)}
+    counts = {"leaking": len(leaking), "attacked": counted(len(attacked), "update")}
+    counts["total"] = counted(len(audit), "update")
     key = audit.outcome.replace(" ", "-")
     # Nothing that a recording could tell makes an attack fit a model.
     misfits = key == "nothing-audited" and all(isinstance(one.refusal, NotApplicable) for one in audit)
