@@ -15,6 +15,7 @@ from leakscope.audit.run import run_spec
 from leakscope.audit.setup import build_setup
 from leakscope.audit.spec import AuditSpec
 from leakscope.models import build_model
+from leakscope.report.audited import audited_lines
 
 
 def told(**changes: Any) -> dict[str, tuple[str, bool]]:
@@ -56,7 +57,7 @@ def test_batchnorm_mode_against_the_models_own(mode: str, own: bool, warns: bool
     text, warning = told(model=model, protocols=[{"fedsgd": {"batchnorm": mode}}])["BatchNorm"]
     assert warning == warns
     assert f"{mode} mode in the client" in text
-    assert not warns or "Set batchnorm: train" in text
+    assert not warns or "batchnorm=train" in text
 
 
 def test_dropout_and_outputs_that_no_class_uses() -> None:
@@ -96,3 +97,14 @@ def test_the_store_has_it(tmp_path: Path) -> None:
     statements = done.store.meta("audited")
     assert [set(entry) for entry in statements] == [{"text", "warning"}] * len(statements)
     assert statements[0]["text"].startswith("Weights: random")
+
+
+def test_an_attack_that_is_also_run_without_knowing_the_defence_is_told_apart(tmp_path: Path) -> None:
+    idlg = [{"idlg": {"iterations": 2}}, {"idlg": {"iterations": 2, "ignore_defense": True}}]
+    spec = {"model": "mlp", "data": "tiles", "attacks": idlg, "examples": 1, "findings": False, "controls": False}
+    done = run_spec(
+        {**spec, "defenses": [{"gradient-noise": {"sigma": 1.0}}], "knowledge": "adaptive_server"}, tmp_path
+    )
+    texts = [line["text"] for line in audited_lines(done.store, done.rows, done.verdict)]
+    (ran,) = [text for text in texts if text.startswith("Attacks: 2 ran")]
+    assert ran.count("without knowing the defence") == 1

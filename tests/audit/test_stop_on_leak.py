@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ from audit_doubles import run, timeless
 
 from leakscope.attacks import LinearLayer
 from leakscope.audit import Audit, AuditSpec
+from leakscope.audit.attempts import Bench
+from leakscope.audit.executors.base import Emit, Queue, Record, Serial
+from leakscope.audit.plan import Job
+from leakscope.audit.setup import Setup
 from leakscope.contracts.attack import Attack
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
@@ -56,6 +61,24 @@ def events_of(out: Path | None = None, **changes: Any) -> tuple[Audit, list[dict
 def begun(events: list[dict[str, Any]]) -> list[tuple[str, int, str | None]]:
     jobs = [event["job"] for event in events if event["event"] == "started"]
     return [(job["attack_name"], job["batch"], job["control"]) for job in jobs]
+
+
+class InPairs(Serial):
+    """Begins two jobs before the first of them ends, as two workers do."""
+
+    def run(self, setup: Setup, groups: Sequence[Sequence[Job]], *, emit: Emit, record: Record) -> None:
+        bench, queue = Bench(setup), Queue(groups, self.agenda)
+        while pair := [job for job in (queue.take(), queue.take()) if job is not None]:
+            for job, outcome in [(job, bench.run(job, None)) for job in pair]:
+                record(job, outcome)
+
+
+def test_jobs_under_way_when_their_scenario_ends_are_counted() -> None:
+    changes = {"attacks": [doubles.Proved(), doubles.Guess()], "defenses": None, "executor": f"{__name__}:InPairs"}
+    done, events = events_of(**changes)
+    counts = [(event["completed"], event["total"]) for event in events if event["event"] == "finished"]
+    assert all(completed <= total for completed, total in counts)
+    assert counts[-1] == (len(done.rows), len(done.rows))
 
 
 @pytest.mark.parametrize("executor", ["serial", pytest.param("processes", marks=pytest.mark.slow)])

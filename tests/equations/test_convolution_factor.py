@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from leakscope.contracts.errors import NotApplicable
-from leakscope.equations.convolution_factor import ConvolutionFactors, factor_convolution
+from leakscope.equations.convolution_factor import ConvolutionFactors, factor_convolution, visible_rank
 
 Layer = tuple[Tensor, Tensor, Tensor]
 
@@ -163,3 +163,10 @@ def test_negative_inputs_are_no_images() -> None:
     gradient = torch.nn.grad.conv2d_weight(x, (40, 40, 3, 3), signals, padding=1)
     with pytest.raises(NotApplicable, match="not negative"):
         factor_convolution(gradient, (4, 4))
+
+
+@pytest.mark.parametrize("shape", [(6, 20_000, 1, 1), (20_000, 6, 1, 1)])
+def test_rank_of_a_wide_layer_takes_the_squares_of_its_shorter_side(shape: tuple[int, int, int, int]) -> None:
+    draws = torch.Generator().manual_seed(0)
+    left, right = (torch.randn((n, 3), generator=draws) for n in shape[:2])
+    assert visible_rank((left @ right.T).reshape(shape), 0.0) == 3  # the longer side's squares take 3 GB and an hour

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import math
 import sys
@@ -17,17 +18,18 @@ from typer.testing import CliRunner
 
 from leakscope.audit import progress as progress_module
 from leakscope.audit.assess import Assessment
-from leakscope.audit.progress import Tally
+from leakscope.audit.progress import Tally, Updates
 from leakscope.capture import from_arrays
 from leakscope.capture.observe import DROPOUT
 from leakscope.capture.recordings import Origin, save_recording
 from leakscope.cli import app
 from leakscope.contracts.attack import Attack
 from leakscope.contracts.certificate import Certificate
-from leakscope.contracts.errors import UserError
+from leakscope.contracts.errors import MissingKnowledge, NotApplicable, Refusal, UserError
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.federation import FedSGD
+from leakscope.integrations import leakage
 from leakscope.integrations.flower_mod import worst_of_clients
 from leakscope.integrations.flower_strategy import summary_of
 from leakscope.integrations.leakage import RecordedAudit, audit_recordings, measure, unassessed
@@ -179,7 +181,7 @@ def test_the_page_says_how_an_update_was_read(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_recordings_is_reported_on_the_command_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net = build_model("logistic", input_shape=SHAPE, num_classes=3)
     for number in (1, 2):
@@ -192,10 +194,26 @@ def test_a_folder_of_recordings_is_reported_on_the_command_line(
     done = CliRunner().invoke(app, [*command, "--model", "logistic", "--at-most", "1"])
     assert done.exit_code == 0, done.stderr
     assert "Verdict: LEAKS" in done.stdout
-    assert "1 of 1 updates" in done.stdout
+    assert "1 of 1 update " in done.stdout
     assert "Leaks</h1>" in (tmp_path / "rounds" / "report.html").read_text()
+    planned: list[int] = []
+
+    def plan(tell: Any, name: str, count: int, **more: Any) -> Updates:
+        planned.append(count)
+        return Updates(tell, name, count, **more)
+
+    monkeypatch.setattr(leakage, "Updates", plan)
+    CliRunner().invoke(app, [*command, "--model", "logistic"])
+    assert planned == [2], "one count, and one estimate, of all updates"
     missing = CliRunner().invoke(app, command)
     assert isinstance(missing.exception, UserError)
     assert "--model" in str(missing.exception)
     other = CliRunner().invoke(app, ["report", str(tmp_path), "--model", "logistic"])
     assert "expected with recorded updates only" in str(other.exception)
+
+
+@pytest.mark.parametrize("refusal, other_attack", [(NotApplicable("no"), True), (MissingKnowledge("no"), False)])
+def test_what_to_do_follows_from_why_nothing_was_attacked(refusal: Refusal, other_attack: bool) -> None:
+    audit = RecordedAudit([dataclasses.replace(found(0), reconstruction=None, refusal=refusal)])
+    assert audit.outcome == "nothing audited"
+    assert ("leakscope list attacks" in audit.describe()) == other_attack

@@ -136,6 +136,14 @@ def test_noise_that_leaks_is_not_advised_again() -> None:
     assert told.changes["defenses"][0] == {"gradient-noise": {"sigma": 1.5}}
 
 
+@pytest.mark.parametrize("defense, measured", [("none", 3), ("GradientNoise(sigma=0.5, law='gaussian')", 0)])
+def test_costs_of_the_study_are_those_of_its_own_noise(defense: str, measured: int) -> None:
+    verdict = audited([make(0, 30.0, defense=defense, adaptive=True), control(1), planted(2)])
+    (remedy,) = [reason.remedy for reason in verdict.settings[0].reasons if reason.code == "reconstruction"]
+    assert remedy is not None
+    assert len(remedy.arguments["measured"]) == measured
+
+
 def test_a_leak_beside_a_defence_within_the_policy_points_to_it() -> None:
     rows = [make(0, 30.0), make(1, 9.0, defense=NOISE, adaptive=True, residuals=(0.5, 0.5)), control(2), planted(3)]
     verdict = audited(rows, {"settings": [{"protocol": SGD, "defense": d, "jobs": 1} for d in ("none", NOISE)]})

@@ -268,9 +268,12 @@ def _run(
             emit({"event": "left out", "kinds": left_out, "total": total})
 
     def record(job: Job, outcome: Outcome) -> None:
-        nonlocal completed
+        nonlocal completed, total
         recorded.add(job.key)
         completed += 1
+        if job.key in told:  # it was under way when its scenario stopped
+            told.remove(job.key)
+            total += 1
         examples = (outcome.result or {}).get("examples", []) if job.finding is None else []
         facts = {"status": outcome.status, "seconds": outcome.seconds, "error": outcome.error}
         psnr = max((e["psnr"] for e in examples if e["psnr"] is not None), default=None)

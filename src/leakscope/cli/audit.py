@@ -189,13 +189,20 @@ def audit(
 
 
 def quick_command(words: Sequence[str], out: Path = OUT) -> str:
-    """Return the command of the quick audit of what ``words`` audit in ``out``; of two options the last one counts.
+    """Return the command of the quick audit of what ``words`` audit in ``out``, in a folder of its own.
 
     >>> quick_command(["audit", "my spec.yaml"], OUT), quick_command(["audit", "--out", "a"], Path("a"))
-    ("leakscope audit 'my spec.yaml' --quick", 'leakscope audit --out a --quick --out a-quick')
+    ("leakscope audit 'my spec.yaml' --quick", 'leakscope audit --quick --out a-quick')
+    >>> quick_command(["audit", "--out=a", "--data", "tiles"], Path("a"))
+    'leakscope audit --data tiles --quick --out a-quick'
     """
     folder = [] if out == OUT else ["--out", f"{out}-quick"]
-    return shlex.join(["leakscope", *words, "--quick", *folder])
+    rest = [
+        word
+        for before, word in zip(["", *words], words, strict=False)
+        if "--out" not in (before, word) and not word.startswith("--out=")
+    ]
+    return shlex.join(["leakscope", *rest, "--quick", *folder])
 
 
 def _data_option(typed: str | None, path: Path | None, spec: Path | None) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -45,18 +45,12 @@ def report_recorded(directory: Path, to: Path | None, pictures: bool, typed: Rec
     from leakscope.capture.recordings import recordings
     from leakscope.cli.console import make_console, say, say_path
     from leakscope.cli.output import parse_part
-    from leakscope.cli.progress import named_progress
-    from leakscope.integrations.leakage import RecordedAudit, audit_recordings
+    from leakscope.integrations.leakage import audit_recordings
     from leakscope.report.recorded import recorded_words
 
     found = recordings(directory)[: typed.at_most]
     model, attack = _model(found[0].path, typed.model), attack_part(parse_part(typed.attack or "head-first")).instance
-    assessed: list[Any] = []
-    with named_progress() as progress:
-        for number, one in enumerate(found):
-            progress(f"{one.origin.name}, attacked by {type(attack).__name__}", number, len(found))
-            assessed += audit_recordings([one], model=model, attack=attack)
-    audit = RecordedAudit(assessed)
+    audit = audit_recordings(found, model=model, attack=attack)
     page = audit.report(directory / PAGE if to is None else to, pictures)
     console = make_console()
     for line in (*recorded_words(audit), *(one.describe() for one in audit)):

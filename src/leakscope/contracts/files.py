@@ -165,7 +165,11 @@ def _with_weights(path: str | os.PathLike[str], model: nn.Module, weights: dict[
     try:
         skeleton.load_state_dict(weights)
     except (RuntimeError, TypeError, AttributeError) as error:
-        misfit = f"{path}: the stored weights do not fit the model given: {error}"
+        # torch names every tensor, one a line under a title; the first is enough to see that the model is another one.
+        told = [line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()]
+        first = told[min(1, len(told) - 1)] if told else type(error).__name__
+        more = f" (and {len(told) - 2} more)" if len(told) > 2 else ""
+        misfit = f"{path}: the stored weights do not fit the model given: {first}{more}"
         raise UserError(f"{misfit}. Pass the model that was observed.") from error
     return skeleton
 

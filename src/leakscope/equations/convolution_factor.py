@@ -188,8 +188,10 @@ def visible_rank(gradient: Tensor, noise: float) -> int:
 
 def _spectrum(stacked: Tensor, noise: float) -> tuple[Tensor, float]:
     """Return the singular values of a gradient, and the largest one that its noise has by itself."""
-    # Squares tell the rank in a tenth of the time, so that refusals cost little.
-    spectrum = torch.linalg.eigvalsh(stacked.T @ stacked).flip(0).clamp_min(0).sqrt()
+    # Squares tell the rank in a tenth of the time, so that refusals cost little; those of the shorter side, for a first
+    # linear layer may read ten thousand numbers with a hundred units.
+    short = stacked if len(stacked) < stacked.shape[1] else stacked.T
+    spectrum = torch.linalg.eigvalsh(short @ short.T).flip(0).clamp_min(0).sqrt()
     return spectrum, noise * (len(stacked) ** 0.5 + stacked.shape[1] ** 0.5)
 
 

@@ -57,6 +57,7 @@ def attack_lines(attempts: Sequence[Row], newest: Mapping[str, Any]) -> list[str
 
 def _effort(options: Mapping[str, Any]) -> str:
     told = [f"{name} {options[name]}" for name in _EFFORTS if options.get(name) is not None]
+    told += ["without knowing the defence"] if options.get("ignore_defense") is True else []
     return f" ({', '.join(told)})" if told else ""
 
 

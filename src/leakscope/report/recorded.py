@@ -3,10 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+from leakscope.contracts.errors import NotApplicable
 from leakscope.report import words
 from leakscope.report.captured import MAX_SHOWN, confidence_words
 from leakscope.report.pictures import draw
 from leakscope.report.template import FileName, fill, write_page
+from leakscope.results.records import counted
 
 _TEXTS: dict[str, str] = words.TEXTS["recorded"]
 
@@ -21,9 +23,13 @@ def reason_words(audit: Any) -> tuple[str, str]:
     """Say why the verdict is what it is, and what to do about it."""
     attacked = [one for one in audit if one.reconstruction is not None]
     leaking = [one for one in attacked if one.outcome == "looks recovered"]
-    counts = {"leaking": len(leaking), "attacked": len(attacked), "total": len(audit)}
+    counts = {"leaking": len(leaking), "attacked": counted(len(attacked), "update")}
+    counts["total"] = counted(len(audit), "update")
     key = audit.outcome.replace(" ", "-")
-    return _TEXTS[f"why-{key}"].format(**counts), _TEXTS[f"todo-{key}"]
+    # Nothing that a recording could tell makes an attack fit a model.
+    misfits = key == "nothing-audited" and all(isinstance(one.refusal, NotApplicable) for one in audit)
+    todo = "nothing-applicable" if misfits else key
+    return _TEXTS[f"why-{key}"].format(**counts), _TEXTS[f"todo-{todo}"]
 
 
 def place_words(one: Any) -> str:

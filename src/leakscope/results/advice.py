@@ -292,7 +292,9 @@ class Adviser:
         scale = self._asked.scales.get(scenario) or self._asked.scales.get(Scenario(scenario.protocol, "none"))
         entries = _TABLE["defenses"][kind]
         parts = [self._defence(entry, scenario.protocol, scale) for entry in entries]
-        facts = {"measured": [float(entry["points"]) for entry in entries if "points" in entry]}
+        # The study measured what its own noise costs, not what more of it does: of no protocol, no noise has leaked.
+        raised = parts != [self._defence(entry, "", scale) for entry in entries]
+        facts = {"measured": [float(entry["points"]) for entry in entries if "points" in entry and not raised]}
         changes: Changes = {"defenses": parts}
         if not self._asked.knowledge.get("defense"):
             changes["knowledge"] = {**self._asked.knowledge, "defense": True}

@@ -51,8 +51,7 @@ class SolveHead(Stage[Case]):
                 raise NotApplicable("the update is that of several local steps, and not nearly one gradient")
             case.hold(found)
         except NotApplicable as error:
-            matched = "so the whole update is matched, as inverting-gradients does"
-            case.notes.append(f"the head tells nothing, {matched}: {error}")
+            case.notes.append(f"the last layer could not be solved ({error}); the whole update is matched instead")
         return iter(())
 
 
