@@ -13,8 +13,9 @@ from leakscope.contracts.errors import NotApplicable
 from leakscope.equations import peel_start
 from leakscope.equations.convolution_factor import ConvolutionFactors, factor_convolution
 from leakscope.equations.local_networks import rounding
+from leakscope.equations.peel_start import BLURRED
 from leakscope.equations.peel_state import PeelState
-from leakscope.equations.peeling import BLURRED, Peel, peel
+from leakscope.equations.peeling import Peel, peel
 from leakscope.models.resnet import resnet18
 from leakscope.network.gates import GatedNetwork, WeightedLayer, read_gated
 
