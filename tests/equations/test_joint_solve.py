@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from leakscope.contracts.errors import NotApplicable
+from leakscope.equations import joint_solve as joint
 from leakscope.equations.convolution_equations import gradient_rows
 from leakscope.equations.joint_solve import Forward, determined_jointly, joint_solve
 from leakscope.equations.mask_decoding import wrong_masks
@@ -88,6 +89,16 @@ def test_too_few_equations_of_both_are_not_tried() -> None:
     silent = {step: torch.zeros_like(value) for step, value in known(network, values, number).items()}
     forward = Forward(network=network, number=number, known=silent)
     assert not determined_jointly(forward, [layer.module], tuple(values[number].shape))
+
+
+def test_solves_that_take_too_long_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, values, number, layer = block()
+    forward = Forward(network=network, number=number, known=known(network, values, number))
+    shape = tuple(values[number].shape)
+    work = (shape[2] * shape[3]) ** 2 * shape[1]
+    for most, tried in ((work, True), (work - 1, False)):
+        monkeypatch.setattr(joint, "MOST_WORK", most)
+        assert determined_jointly(forward, [layer.module], shape) is tried
 
 
 def test_a_wrong_mask_is_found_by_what_its_channel_leaves() -> None:

@@ -42,8 +42,8 @@ ROUNDED = 1e-6
 WRONG_SIDE = {torch.float32: 1e-4, torch.float64: 1e-8}
 #: Equations for each unknown, and how many of them must be of the forward pass: nearly half of the unknowns are zero.
 ENOUGH, LEAST_AHEAD = 1.0, 0.1
-#: Places squared times channels above which one solve takes minutes.
-MOST_WORK = 3e8
+#: Places squared times channels above which a solve takes longer than what it saves the search for images.
+MOST_WORK = 3e7
 #: Random values from which the sizes of forward equations are estimated, and the share below which a row says nothing.
 PROBES, FAINT = 4, 1e-6
 
