@@ -52,14 +52,14 @@ def _shown(value: Any) -> Any:
     """Show the value of an option; the parts of a chain, which a spec names by mappings, as they would be called.
 
     >>> _shown([{"gradient-noise": {"sigma": 0.1}}, {"top-k": {"fraction": 0.5}}])
-    (gradient-noise(sigma=0.1), top-k(fraction=0.5))
+    gradient-noise(sigma=0.1) + top-k(fraction=0.5)
     """
     if isinstance(value, dict):
         options = {name: told if isinstance(told, dict) else {} for name, told in value.items()}
         calls = {name: ", ".join(f"{k}={_shown(v)!r}" for k, v in told.items()) for name, told in options.items()}
         return _Code(", ".join(f"{name}({arguments})" for name, arguments in calls.items()))
     if isinstance(value, list) and any(isinstance(item, dict) for item in value):
-        return _Code(f"({', '.join(repr(_shown(item)) for item in value)})")
+        return _Code(" + ".join(repr(_shown(item)) for item in value))
     return value
 
 
@@ -86,14 +86,19 @@ def telling_options(reprs: Iterable[str], parts: Mapping[str, Part] | None = Non
 
 
 def short_names(reprs: Iterable[str], parts: Mapping[str, Part] | None = None) -> dict[str, str]:
-    """Name each repr with only those options that tell it from others of the same name.
+    """Name each repr with only those options that tell it from others of the same name, and a chain by its parts.
 
     >>> short_names(["Noise(sigma=1, kind='a')", "Noise(sigma=2, kind='a')", "Prune(fraction=0.9)", "none"])
     {"Noise(sigma=1, kind='a')": 'Noise(sigma=1)', "Noise(sigma=2, kind='a')": 'Noise(sigma=2)', \
 'Prune(fraction=0.9)': 'Prune(fraction=0.9)', 'none': 'no defence'}
+    >>> chain = {"class": "Chain", "options": {"parts": [{"clipping": {"norm": 1.4}}, {"noise": {"sigma": 0.1}}]}}
+    >>> short_names(["Chain()"], {"Chain()": Part.read("Chain()", chain)})
+    {'Chain()': 'clipping(norm=1.4) + noise(sigma=0.1)'}
     """
     names = {}
     for text, options in telling_options(reprs, parts).items():
         part = (parts or {}).get(text) or Part.read(text, None)
-        names[text] = "no defence" if text == "none" else part.name + (f"({', '.join(options)})" if options else "")
+        chained = next((value for value in part.options.values() if type(value) is _Code and " + " in value), "")
+        own = chained or part.name + (f"({', '.join(options)})" if options else "")
+        names[text] = "no defence" if text == "none" else own
     return names
