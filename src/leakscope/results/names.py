@@ -99,6 +99,6 @@ def short_names(reprs: Iterable[str], parts: Mapping[str, Part] | None = None) -
     for text, options in telling_options(reprs, parts).items():
         part = (parts or {}).get(text) or Part.read(text, None)
         chained = next((value for value in part.options.values() if type(value) is _Code and " + " in value), "")
-        own = chained or part.name + (f"({', '.join(options)})" if options else "")
+        own = str(chained) or part.name + (f"({', '.join(options)})" if options else "")
         names[text] = "no defence" if text == "none" else own
     return names
