@@ -219,7 +219,7 @@ def test_an_update_file_with_its_sign(tmp_path: Path) -> None:
         (["--before", "before.pth", "--after", "after.pth", "--kind", "gradient"], "with --update only"),
         (["--before", "before.pth", "--after", "after.pth", "--mean", "0.5"], "both or neither"),
         (["--before", "before.pth", "--after", "after.pth", "--labels", "a"], "--labels"),
-        (["--before", "before.pth", "--after", "nowhere.pt"], "no such file"),
+        (["--before", "before.pth", "--after", "nowhere.pt"], "expected a file"),
         (["--before", "before.pth", "--after", "notes.txt"], "expected a file that ends in"),
         (["--before", "before.pth", "--after", "evil.pt"], "refused"),
         (["--before", "before.pth", "--after", "after.pth", "--out", "after.pth.safetensors"], None),

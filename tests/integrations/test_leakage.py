@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import io
 import math
 import sys
@@ -16,6 +17,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from leakscope.attacks import HeadFirst
 from leakscope.audit import progress as progress_module
 from leakscope.audit.assess import Assessment
 from leakscope.audit.progress import Tally, Updates
@@ -32,8 +34,8 @@ from leakscope.federation import FedSGD
 from leakscope.integrations import leakage
 from leakscope.integrations.flower_mod import worst_of_clients
 from leakscope.integrations.flower_strategy import summary_of
-from leakscope.integrations.leakage import RecordedAudit, audit_recordings, measure, unassessed
-from leakscope.integrations.opacus import DPReport
+from leakscope.integrations.leakage import QUICK, RecordedAudit, audit_recordings, measure, unassessed
+from leakscope.integrations.opacus import DPReport, StepAudit
 from leakscope.models import build_model
 
 SHAPE = (1, 4, 4)
@@ -138,11 +140,17 @@ def test_a_log_is_not_silent_while_recordings_are_attacked(monkeypatch: pytest.M
     monkeypatch.setattr(progress_module, "PAUSE", 0.05)
     attack = Stepping(free=(0,), pause=0.02)
     audit_recordings(recordings(2), model=torch.nn.Identity(), attack=attack, controls=False)
-    assert "[1/2] 1 done; now Stepping, step " in stream.getvalue()
+    assert "[1/2] 1 done; now stepping, step " in stream.getvalue()
     assert "work left: about " in stream.getvalue()
     monkeypatch.setattr(sys, "stderr", quiet := io.StringIO())
     audit_recordings(recordings(1), model=torch.nn.Identity(), attack=attack, controls=False, progress=False)
     assert quiet.getvalue() == ""
+
+
+def test_the_search_of_recordings_is_short_unless_told() -> None:
+    told = inspect.signature(audit_recordings).parameters["attack"].default
+    assert told == inspect.signature(StepAudit.report).parameters["attack"].default == QUICK
+    assert QUICK.iterations < HeadFirst().iterations
 
 
 def test_steps_of_dp_sgd_count_them() -> None:

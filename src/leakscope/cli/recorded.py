@@ -24,7 +24,7 @@ class Recorded:
         str | None, typer.Option(help="Of recorded updates: a reference model or package.module:factory.")
     ] = None
     attack: Annotated[
-        str | None, typer.Option(help="Of recorded updates: a name with options; default head-first.")
+        str | None, typer.Option(help="Of recorded updates: a name with options; default head-first:iterations=60.")
     ] = None
     at_most: Annotated[
         int | None, typer.Option(min=1, help="Attack so many of the recorded updates only; default: all.")
@@ -45,11 +45,12 @@ def report_recorded(directory: Path, to: Path | None, pictures: bool, typed: Rec
     from leakscope.capture.recordings import recordings
     from leakscope.cli.console import make_console, say, say_path
     from leakscope.cli.output import parse_part
-    from leakscope.integrations.leakage import audit_recordings
+    from leakscope.integrations.leakage import QUICK, audit_recordings
     from leakscope.report.recorded import recorded_words
 
     found = recordings(directory)[: typed.at_most]
-    model, attack = _model(found[0].path, typed.model), attack_part(parse_part(typed.attack or "head-first")).instance
+    model = _model(found[0].path, typed.model)
+    attack = QUICK if typed.attack is None else attack_part(parse_part(typed.attack)).instance
     audit = audit_recordings(found, model=model, attack=attack)
     page = audit.report(directory / PAGE if to is None else to, pictures)
     console = make_console()

@@ -12,12 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.attacks import make_attack
+from leakscope.attacks.head_first import HeadFirst
 from leakscope.audit.assess import Assessment, Ruler, assess
 from leakscope.audit.progress import Tell, Updates, listener
+from leakscope.audit.quick import SEARCH
 from leakscope.capture.recordings import Origin, Recording, Truth, recordings
 from leakscope.contracts.attack import Attack, Progress
 from leakscope.contracts.errors import NotApplicable, UserError
 from leakscope.contracts.observation import Observation
+from leakscope.contracts.registry import kebab
 from leakscope.matching.unexplained import explain
 from leakscope.report.recorded import recorded_words, write_recorded
 from leakscope.results.setting_verdict import Outcome
@@ -26,6 +29,9 @@ from leakscope.results.setting_verdict import Outcome
 EXPLAINED_BY_TRUTH = 0.3
 #: How much longer or shorter the update may be than the recipe makes it.
 SCALE_TOLERANCE = 0.1
+#: The attack on recorded updates: exact methods, then a short search. A long one takes minutes for each update, and
+#: recordings support no pass that it could earn.
+QUICK = HeadFirst(iterations=SEARCH)
 UNTOLD = "the attack was told of no defence; if one acts on this update, this is no test of it"
 
 
@@ -33,7 +39,7 @@ def audit_recordings(
     folder: str | Path | Iterable[Recording],
     *,
     model: nn.Module,
-    attack: str | Attack = "head-first",
+    attack: str | Attack = QUICK,
     every: int = 1,
     at_most: int | None = None,
     others: Tensor | None = None,
@@ -97,7 +103,7 @@ def measure_all(
     **facts: Any,
 ) -> list[Assessment]:
     """Assess ``count`` updates, one after the other, and show how far that is and how long it will take."""
-    name = attack if isinstance(attack, str) else type(attack).__name__
+    name = attack if isinstance(attack, str) else kebab(type(attack).__name__)
     assessments = []
     with listener(progress) as (tell, _):
         shown = Updates(tell, name, count, passes=2 if controls else 1)

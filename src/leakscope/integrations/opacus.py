@@ -38,7 +38,7 @@ from leakscope.contracts.observation import Observation
 from leakscope.contracts.protocol import BATCHNORM
 from leakscope.contracts.task import Classification, Task
 from leakscope.integrations import load_library
-from leakscope.integrations.leakage import RecordedAudit, measure_all
+from leakscope.integrations.leakage import QUICK, RecordedAudit, measure_all
 from leakscope.report.recorded import recorded_words
 
 _opacus = load_library("opacus", "opacus")
@@ -158,7 +158,7 @@ class StepAudit:
 
     def report(
         self,
-        attack: str | Attack = "head-first",
+        attack: str | Attack = QUICK,
         *,
         accountant: Any = None,
         delta: float | None = None,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from leakscope.contracts.reconstruction import FLAGS
+from leakscope.contracts.registry import kebab
 from leakscope.report import words
 from leakscope.report.pictures import Picture, channel_note, draw
 from leakscope.report.sentences import shared_words
@@ -54,7 +55,7 @@ def diagnosis_words(result: Any) -> tuple[str, str]:
 def assessment_line(result: Any) -> str:
     """Say in one line where an update was taken, what was recovered, and what that stands beside."""
     origin, found = result.origin, result.reconstruction
-    words = [type(result.attack).__name__]
+    words = [kebab(type(result.attack).__name__)]
     if origin is not None:
         step = origin.place == "dp_step"
         whose = f"step {origin.number}" if step else f"round {origin.number}, client {origin.client}"
