@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ def test_the_command_that_a_leak_names_audits_defences_that_attacks_know(own: Pa
     told = document("--attack", "linear-layer", "--out", "first run")
     assert told["outcome"] == "leaks"
     words = shlex.split(told["advice"]["command"])
-    page = (own / "first run" / "report.html").read_text(encoding="utf-8")
+    page = re.sub(r"<[^>]*>", "", (own / "first run" / "report.html").read_text(encoding="utf-8"))
     assert "Run the same audit with --defense gradient-noise" in page
     assert words[:2] == ["leakscope", "audit"]
     assert words[-2:] == ["--out", "first run-2"], "another threat model is another audit"

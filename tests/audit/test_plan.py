@@ -139,7 +139,7 @@ def test_everything_is_loaded_or_told() -> None:
 
     assert "examples: expected at most 4" in told(examples=6)
     assert "one batch of 9" in told(examples=None, batch=9)
-    assert "device: 'nonsense' cannot be used" in told(device="nonsense")
+    assert "device: 'nonsense' is no device" in told(device="nonsense")
     both = told(data={"name": "mnist", "path": "/nonexistent"}, device="nonsense")
     assert "data: " in both
     assert "device: " in both

@@ -241,7 +241,7 @@ def test_vertical_protocols_have_attacks_of_their_own() -> None:
     def names(*protocols: Any, attacks: Any = "standard") -> list[str]:
         return [part.name for part in spec(protocols=list(protocols), attacks=attacks).attacks]
 
-    standard = ["linear-layer", "cocktail-party", "gauss-newton", "head-first", "inverting-gradients", "idlg"]
+    standard = ["linear-layer", "cocktail-party", "head-first", "gauss-newton", "inverting-gradients", "idlg"]
     assert names(VERTICAL) == ["cafe"]
     assert names(VERTICAL, Vertical(batch_size=3)) == ["cafe"]
     assert names("fedsgd", VERTICAL) == [*standard, "cafe"]

@@ -97,7 +97,7 @@ def test_broken_files_and_files_that_grow(tmp_path: Path) -> None:
 def test_what_may_never_end_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "pipe.pt")
     for path in (tmp_path / "pipe.pt", Path("/dev/zero"), tmp_path):
-        with pytest.raises(ValueError, match="expected a file, got something else"):
+        with pytest.raises(ValueError, match=r"expected a file, got (a pipe or a device|a folder)"):
             read_weights(path)
     torch.save({"fc.weight": torch.zeros(1000)}, tmp_path / "w.pt")
     monkeypatch.setenv("LEAKSCOPE_MAX_BYTES", "100")

@@ -93,7 +93,7 @@ def test_write_report_writes_beside_the_store_or_where_told(store: Path, tmp_pat
 
 def test_banner_says_the_verdict_and_what_it_rests_on(page: Page) -> None:
     assert "Leaks above policy" in page.text
-    assert re.search(r"\d+ done, 3 failed, 16 refused, 3 missing of 99 planned", page.text)
+    assert re.search(r"Of 99 jobs planned: \d+ done, 3 failed, 16 refused, 3 missing", page.text)
     assert "20 dB or more and at least 3 dB above the zero-information baseline" in page.text
     assert "Example 0 original without a defence with S2" in page.text
 
